@@ -1,0 +1,1 @@
+"""The qsvc command: one file per command."""

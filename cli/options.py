@@ -1,0 +1,56 @@
+"""Options and small helpers that several commands share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import click
+from redis import Redis, RedisError
+
+from queue_service.connection import connect, unavailable
+from queue_service.settings import RedisSettings
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def redis_option(command: _Command) -> _Command:
+    """Add ``--redis URL``."""
+    return click.option(
+        "--redis",
+        "redis_url",
+        metavar="URL",
+        help="The Redis server (else $QSVC_REDIS_URL, the config file, localhost).",
+    )(command)
+
+
+def json_option(command: _Command) -> _Command:
+    """Add ``--json``."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print JSON on standard output, and nothing else."
+    )(command)
+
+
+@contextlib.contextmanager
+def server(redis_url: str | None) -> Iterator[Redis]:
+    """Open a connection; a server that goes away meanwhile is reported as one error."""
+    settings = RedisSettings.load(url=redis_url)
+    connection = connect(settings)
+    try:
+        yield connection
+    except RedisError as error:
+        raise unavailable(settings.url, error) from error
+    finally:
+        connection.close()
+
+
+def say(text: str) -> None:
+    """Tell a person something; standard output stays for results."""
+    click.echo(text, err=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a result as JSON."""
+    click.echo(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,62 @@
+"""qsvc results: write a batch's results to a file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from cli.options import redis_option, say, server
+from queue_service.batches import Batch, Batches
+from queue_service.follow import follow
+from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
+from queue_service.results import BatchReader
+
+EXIT_SOME_FAILED = 1
+
+
+@click.command("results")
+@click.argument("batch_id")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file.")
+@click.option("--errors", type=click.Path(path_type=Path), help="A file for lines that failed.")
+@click.option("--follow", "is_following", is_flag=True, help="Go on until the batch has ended.")
+@click.option("--unordered", is_flag=True, help="In the order of the ends, not of the input.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that holds something else.")
+@redis_option
+def command(
+    batch_id: str,
+    output: Path,
+    errors: Path | None,
+    is_following: bool,
+    unordered: bool,
+    overwrite: bool,
+    redis_url: str | None,
+) -> None:
+    """Write the results of a batch; run again, go on where the file ends."""
+    with server(redis_url) as connection:
+        batch = Batches(connection).get(batch_id)
+        order = CompletionOrder if unordered else InputOrder
+        files = [OutputFile(path) for path in (output, errors) if path is not None]
+        if overwrite:
+            for file in files:
+                file.truncate(0)
+        writer = BatchOutput(
+            BatchReader(connection, batch_id), order(connection, batch_id), *files
+        )
+        writer.resume()
+        if is_following:
+            batch = follow(
+                connection, batch_id, writer, on_update=_ignore, should_stop=lambda: False
+            )
+        else:
+            while writer.advance():
+                pass
+    say(f"{writer.num_written} of {batch.total} lines in {output}, {batch.failed} failed")
+    if writer.num_written < batch.total:
+        say("the batch has not ended; --follow waits for the rest")
+    if batch.failed or batch.cancelled:
+        sys.exit(EXIT_SOME_FAILED)
+
+
+def _ignore(batch: Batch, num_written: int) -> None: ...

@@ -1,0 +1,95 @@
+"""qsvc run: a batch file from start to end on this machine, with everything embedded."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from cli.options import json_option, print_json, say
+from cli.progress import Progress
+from cli.worker_command import default_slot
+from queue_service.settings import PathSettings, RetentionSettings, SubmitSettings, WorkerSettings
+
+EXIT_SOME_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+@click.command("run")
+@click.argument("file")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Results.")
+@click.option("--errors", type=click.Path(path_type=Path), help="A file for lines that failed.")
+@click.option("--model", help="Hugging Face id, local folder, .gguf file (default: smollm2-135m).")
+@click.option("--unordered", is_flag=True, help="Write lines as they end, not in input order.")
+@click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
+@click.option("--new", "is_fresh", is_flag=True, help="Run again from the start; replaces -o.")
+@click.option("--slots", type=int, help="Rows in one batch.")
+@click.option("--dtype", help="Weights: auto, float32, float16, bfloat16 or stored.")
+@click.option("--blas-threads", type=int, help="CPU threads of OpenBLAS (Linux).")
+@click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one worker on each.")
+@json_option
+def command(
+    file: str,
+    output: Path,
+    errors: Path | None,
+    model: str | None,
+    unordered: bool,
+    strict: bool,
+    is_fresh: bool,
+    slots: int | None,
+    dtype: str | None,
+    blas_threads: int | None,
+    device_slot: str | None,
+    as_json: bool,
+) -> None:
+    """Run every line of FILE (JSONL, .gz, .zst, - for standard input) through a local model.
+
+    No server to set up. Stopped or killed at any point, the same command goes on where it was
+    and repeats nothing that has a result.
+    """
+    from workers.local_run import DEMO_MODEL, LocalRun, RunOptions
+
+    worker = WorkerSettings.load(
+        model=model, slots=slots, dtype=dtype, blas_threads=blas_threads, device_slot=device_slot
+    )
+    options = RunOptions(
+        file=file,
+        output=output,
+        errors=errors,
+        model=worker.model or DEMO_MODEL,
+        unordered=unordered,
+        strict=strict,
+        is_fresh=is_fresh,
+        slot=worker.device_slot or default_slot(),
+    )
+    if worker.model is None:
+        say(f"model: {DEMO_MODEL}, the demo model; name another with --model")
+    with Progress(is_shown=not as_json) as progress:
+        run = LocalRun(
+            options,
+            worker=worker,
+            submit=SubmitSettings.load(),
+            retention=RetentionSettings.load(),
+            cache_folder=PathSettings.load().cache_folder,
+            on_update=progress.update,
+            on_note=progress.note,
+        )
+
+        def stop(signum: int, frame: FrameType | None) -> None:
+            run.stop()
+
+        for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(wanted, stop)
+        summary = run.run()
+    if as_json:
+        print_json(summary.to_object())
+    else:
+        for line in summary.lines():
+            say(line)
+    if summary.was_stopped:
+        sys.exit(EXIT_INTERRUPTED)
+    if summary.batch.failed or summary.batch.cancelled:
+        sys.exit(EXIT_SOME_FAILED)

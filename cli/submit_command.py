@@ -1,0 +1,72 @@
+"""qsvc submit: queue a batch file on a Redis server."""
+
+from __future__ import annotations
+
+import secrets
+
+import click
+
+from cli.options import json_option, print_json, redis_option, say, server
+from queue_service import keys
+from queue_service.batch_file import open_batch
+from queue_service.connection import check_server
+from queue_service.settings import RetentionSettings, SubmitSettings
+from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
+
+
+@click.command("submit")
+@click.argument("file")
+@redis_option
+@click.option("--model", help="The model that answers; its queue is named after it.")
+@click.option("--alias", help="The alias of the model's workers (default: from --model).")
+@click.option("--priority", type=click.Choice(["high", "low"]), help="Before or after the rest.")
+@click.option("--key", default="", help="Tells submissions of the same file apart.")
+@click.option("--new", "is_fresh", is_flag=True, help="A fresh run, though the file ran before.")
+@click.option("--stream", is_flag=True, help="Write every line's text to its stream as it comes.")
+@click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
+@json_option
+def command(
+    file: str,
+    redis_url: str | None,
+    model: str | None,
+    alias: str | None,
+    priority: str | None,
+    key: str,
+    is_fresh: bool,
+    stream: bool,
+    strict: bool,
+    as_json: bool,
+) -> None:
+    """Queue the lines of FILE (JSONL, .gz, .zst, or - for standard input).
+
+    Submitting the same file again queues nothing twice. Prints the batch's id.
+    """
+    name = alias or (keys.alias_for(model) if model else "default")
+    options = SubmitOptions(
+        queue=keys.queue_name(name, priority),
+        model=model or name,
+        key=secrets.token_hex(8) if is_fresh else key,
+        stream=stream,
+        strict=strict,
+        submit=SubmitSettings.load(),
+        retention=RetentionSettings.load(),
+    )
+    with server(redis_url) as connection, open_batch(file) as opened:
+        for finding in check_server(connection):
+            if finding.fix:
+                say(f"server: {finding.what}; {finding.fix}")
+        submission = submit_file(connection, opened, options)
+        wait_for_disk(connection)
+        batch = submission.batch
+        has_worker = any(
+            connection.scard(f"{keys.RQ}:workers:{queue}") for queue in [options.queue]
+        )
+    if as_json:
+        print_json({**batch.to_object(), "is_new": submission.is_new})
+        return
+    click.echo(batch.id)
+    word = "queued" if submission.is_new else "was submitted before, nothing queued twice:"
+    say(f"{word} {batch.total} lines on {options.queue}, {batch.failed} of them failed or refused")
+    if not has_worker and not batch.status.is_final:
+        say(f"no worker serves {options.queue} now; start one: qsvc worker --model …")
+    say(f"follow it: qsvc results {batch.id} -o results.jsonl --follow")

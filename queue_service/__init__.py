@@ -1,0 +1,1 @@
+"""The client side of qsvc: contracts, submission, results. Redis and RQ, never MLX."""

@@ -1,0 +1,333 @@
+"""The worker's side of the queue: claim, beat, publish, finish, requeue and reap."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from redis import Redis
+from rq.utils import now, utcformat
+
+from queue_service import keys
+from queue_service.scripts import Arg, Scripts
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """One execution of one job, ours until its lease ends.
+
+    Attributes:
+        queue: the queue it came from.
+        fields: the job's hash as it was after the claim.
+        started_at: seconds since the epoch, this machine's clock.
+    """
+
+    job_id: str
+    execution_id: str
+    queue: str
+    fields: Mapping[str, bytes]
+    started_at: float
+
+    def text(self, field: str) -> str | None:
+        """Return a field of the job's hash, None when it is absent or empty."""
+        value = self.fields.get(field)
+        return value.decode("utf-8", "replace") if value else None
+
+    def number(self, field: str) -> int | None:
+        """Return a whole number of the job's hash, None when it is absent or no number."""
+        try:
+            return int(self.fields.get(field) or b"")
+        except ValueError:
+            return None
+
+    @property
+    def attempt(self) -> int:
+        """How often the job was claimed, this time included."""
+        return self.number("qsvc_attempt") or 1
+
+    @property
+    def deaths(self) -> int:
+        """How many workers were lost while running the job, since it last made progress."""
+        return self.number("qsvc_deaths") or 0
+
+    @property
+    def batch_id(self) -> str | None:
+        """The batch it is a line of, None for a plain job."""
+        return self.text("qsvc_batch")
+
+
+class Ending(StrEnum):
+    """How an execution ended; the value is the job's status in RQ."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an execution ended with.
+
+    Attributes:
+        payload: the serialized return value when finished, else the text for RQ's exc_string.
+        error: the OpenAI error object with ``status_code``; None when finished.
+        keep_seconds: how long job and result stay; 0 deletes at once, -1 keeps for ever.
+        stream_end: fields of the stream's last entry.
+        has_stream: the job's stream is ended even when nothing was written to it yet.
+        ended_at: seconds since the epoch.
+    """
+
+    ending: Ending
+    payload: bytes
+    error: Mapping[str, Any] | None
+    keep_seconds: int
+    ended_at: float
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    stream_end: Sequence[str] = ("e", "done")
+    has_stream: bool = False
+    stream_keep_seconds: int = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat said.
+
+    Attributes:
+        registered: the worker's own hash was still there.
+        suspended: ``rq suspend`` is in force.
+        lost: execution ids that are no longer ours, with the job's status now.
+        watched: execution ids whose job somebody watches.
+    """
+
+    registered: bool
+    suspended: bool
+    lost: Mapping[str, str]
+    watched: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Text and progress of one execution, sent together.
+
+    Attributes:
+        number: rises with each publication of the execution; one sent twice is applied once.
+        progress: elements for the progress list.
+        entries: flat field lists (name, value, …) of stream entries.
+    """
+
+    claimed: Claimed
+    number: int
+    progress: Sequence[bytes]
+    entries: Sequence[Sequence[str]]
+
+
+class Broker:
+    """Runs the scripts for one worker that serves some queues in a fixed order."""
+
+    def __init__(
+        self, connection: Redis, *, worker: str, queues: Sequence[str], lease_seconds: int
+    ) -> None:
+        self._connection = connection
+        self._scripts = Scripts(connection)
+        self._worker = worker
+        self._queues = list(queues)
+        self._queue_index = {queue: i for i, queue in enumerate(queues)}
+        self._lease_seconds = lease_seconds
+        self._worker_key = keys.rq_worker(worker)
+        self._executions_key = f"{self._worker_key}:executions"
+
+    def claim(self, count: int, *, crash_retries: int) -> tuple[list[Claimed], int]:
+        """Claim up to ``count`` jobs; also return how many ids were looked at to find them."""
+        moment = now()
+        args: list[Arg] = [
+            self._worker,
+            utcformat(moment),
+            self._lease_seconds,
+            count,
+            crash_retries,
+        ]
+        args += [uuid.uuid4().hex for _ in range(count)]
+        rows, looked = self._scripts.call(
+            "claim",
+            [self._worker_key, self._executions_key, f"{keys.RQ}:suspended"]
+            + [k for q in self._queues for k in (keys.rq_queue(q), keys.rq_started(q))],
+            args,
+        )
+        claimed = [
+            Claimed(
+                job_id=job_id.decode(),
+                execution_id=execution_id.decode(),
+                queue=self._queues[index],
+                fields={flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)},
+                started_at=moment.timestamp(),
+            )
+            for job_id, execution_id, index, flat in rows
+        ]
+        return claimed, looked
+
+    def finish(self, outcomes: Sequence[tuple[Claimed, Outcome]]) -> list[str]:
+        """End executions in one round trip; return what became of each.
+
+        ``ok`` is accepted. ``lost`` (the lease was gone) and a status such as ``canceled`` or
+        ``deleted`` mean that the outcome was refused and left no trace.
+        """
+        calls = [self._finish_call(claimed, outcome) for claimed, outcome in outcomes]
+        return [reply.decode() for reply in self._scripts.call_many("finish", calls)]
+
+    def _finish_call(self, claimed: Claimed, outcome: Outcome) -> tuple[list[str], list[Arg]]:
+        finished = outcome.ending is Ending.FINISHED
+        registry = keys.rq_finished if finished else keys.rq_failed
+        payload = outcome.payload if finished else zlib.compress(outcome.payload)
+        script_keys = [
+            keys.rq_started(claimed.queue),
+            registry(claimed.queue),
+            self._worker_key,
+            self._executions_key,
+        ]
+        args: list[Arg] = [
+            claimed.job_id,
+            claimed.execution_id,
+            outcome.ending.value,
+            utcformat(now()),
+            outcome.keep_seconds,
+            self._worker,
+            claimed.started_at,
+            outcome.ended_at,
+            1 if finished else 2,
+            "return_value" if finished else "exc_string",
+            base64.b64encode(payload),
+            "" if outcome.error is None else json.dumps(outcome.error, ensure_ascii=False),
+            "completed" if finished else "failed",
+            outcome.prompt_tokens,
+            outcome.completion_tokens,
+            outcome.cached_tokens,
+            json.dumps(list(outcome.stream_end), ensure_ascii=False),
+            outcome.stream_keep_seconds,
+            "1" if outcome.has_stream else "0",
+        ]
+        return script_keys, args
+
+    def beat(
+        self,
+        running: Sequence[Claimed],
+        *,
+        figures: Mapping[str, str],
+        card: tuple[str, Mapping[str, str]],
+        keep_seconds: int,
+    ) -> Beat:
+        """Renew the leases of everything that runs, the worker's registration and its cards.
+
+        Args:
+            figures: what the worker's own card shows.
+            card: a model's alias and what its card shows.
+            keep_seconds: how long registration and cards outlive the last beat.
+        """
+        alias, model_fields = card
+        args: list[Arg] = [
+            utcformat(now()),
+            self._lease_seconds,
+            keep_seconds,
+            json.dumps([dict(figures), dict(model_fields)]),
+        ]
+        for claimed in running:
+            args += [self._queue_index[claimed.queue], claimed.job_id, claimed.execution_id]
+        registered, suspended, lost, watched = self._scripts.call(
+            "beat",
+            [
+                self._worker_key,
+                self._executions_key,
+                f"{keys.RQ}:workers",
+                f"{keys.RQ}:suspended",
+                keys.worker_card(self._worker),
+                keys.model_card(alias),
+            ]
+            + [k for q in self._queues for k in (keys.rq_started(q), f"{keys.RQ}:workers:{q}")],
+            args,
+        )
+        return Beat(
+            registered=bool(registered),
+            suspended=bool(suspended),
+            lost={execution.decode(): status.decode() for execution, status in lost},
+            watched=frozenset(execution.decode() for execution in watched),
+        )
+
+    def publish(self, publications: Sequence[Publication], *, keep_seconds: int) -> list[bool]:
+        """Write text and progress in one round trip; False where the execution is not ours."""
+        calls: list[tuple[list[str], list[Arg]]] = []
+        for publication in publications:
+            claimed = publication.claimed
+            composite = f"{claimed.job_id}:{claimed.execution_id}"
+            args: list[Arg] = [composite, publication.number, keep_seconds]
+            args += [len(publication.progress), *publication.progress]
+            for entry in publication.entries:
+                args += [len(entry), *entry]
+            script_keys = [
+                keys.rq_started(claimed.queue),
+                keys.stream(claimed.job_id),
+                keys.progress(claimed.job_id, claimed.execution_id),
+                f"{keys.RQ}:execution:{composite}",
+            ]
+            calls.append((script_keys, args))
+        return [bool(reply) for reply in self._scripts.call_many("publish", calls)]
+
+    def requeue(self, running: Sequence[Claimed]) -> int:
+        """Give executions back to the front of their queues in order; return how many went."""
+        if not running:
+            return 0
+        args: list[Arg] = []
+        for claimed in running:
+            args += [self._queue_index[claimed.queue], claimed.job_id, claimed.execution_id]
+        script_keys = [self._executions_key] + [
+            k for q in self._queues for k in (keys.rq_queue(q), keys.rq_started(q))
+        ]
+        return int(self._scripts.call("requeue", script_keys, args))
+
+    def release(self, claimed: Claimed) -> None:
+        """Forget an execution that was taken from us: its keys, not the job."""
+        self._scripts.call(
+            "release",
+            [keys.rq_started(claimed.queue), self._executions_key],
+            [claimed.job_id, claimed.execution_id],
+        )
+
+    def reap(self, *, everything: bool = False) -> list[str]:
+        """Put jobs whose lease has ended back to the front of their queues; return their ids.
+
+        Args:
+            everything: take live leases too. Only for the sole owner of a server, when no
+                worker runs.
+        """
+        flag = "1" if everything else "0"
+        replies = self._scripts.call_many(
+            "reap", [([keys.rq_started(q), keys.rq_queue(q)], [flag]) for q in self._queues]
+        )
+        return [job_id.decode() for reply in replies for job_id in reply]
+
+    def may_reap(self, *, seconds: float) -> bool:
+        """Take the turn to reap for this many seconds; False when another worker has it."""
+        lock = keys.reap_lock(self._queues[0])
+        return bool(self._connection.set(lock, self._worker, nx=True, px=int(seconds * 1000)))
+
+    def server_uptime_seconds(self) -> int:
+        """Return how long the server has been up."""
+        return int(self._connection.info("server")["uptime_in_seconds"])
+
+
+def bury_worker(connection: Redis, name: str) -> list[str]:
+    """Hand back what a dead worker held, at once, and sign it off; return the jobs' ids."""
+    worker = keys.rq_worker(name)
+    script_keys = [
+        worker,
+        f"{worker}:executions",
+        f"{keys.RQ}:workers",
+        keys.worker_card(name),
+    ]
+    return [job_id.decode() for job_id in Scripts(connection).call("bury", script_keys, [])]

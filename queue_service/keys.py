@@ -1,0 +1,141 @@
+"""Every Redis key that qsvc reads or writes is built here (docs/redis.md describes each)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from rq.defaults import RQ_KEY_PREFIX
+
+RQ: str = RQ_KEY_PREFIX
+PREFIX = "qsvc"
+DEFAULT_QUEUE = "qsvc:default"
+
+
+# Queues -------------------------------------------------------------------------------------
+
+
+def queue_name(alias: str, priority: str | None = None) -> str:
+    """Return the RQ queue of a model alias; ``priority`` is ``high``, ``low`` or None."""
+    return f"{PREFIX}:{alias}" + (f":{priority}" if priority else "")
+
+
+def queue_names(alias: str) -> list[str]:
+    """Return the three queues of an alias in the order in which they are served."""
+    return [queue_name(alias, "high"), queue_name(alias), queue_name(alias, "low")]
+
+
+def alias_for(model: str) -> str:
+    """Return the default alias of a model: a slug of its base name, safe inside a queue name."""
+    base = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    slug = "".join(c if c.isalnum() and c.isascii() else "-" for c in base)
+    return "-".join(part for part in slug.split("-") if part) or "model"
+
+
+# RQ's own keys ------------------------------------------------------------------------------
+
+
+def rq_queue(queue: str) -> str:
+    """List of job ids waiting in a queue."""
+    return f"{RQ}:queue:{queue}"
+
+
+def rq_started(queue: str) -> str:
+    """Sorted set of running executions (``job:execution``), scored by the end of their lease."""
+    return f"{RQ}:wip:{queue}"
+
+
+def rq_finished(queue: str) -> str:
+    """Sorted set of finished job ids, scored by when they expire."""
+    return f"{RQ}:finished:{queue}"
+
+
+def rq_failed(queue: str) -> str:
+    """Sorted set of failed and stopped job ids, scored by when they expire."""
+    return f"{RQ}:failed:{queue}"
+
+
+def rq_job(job_id: str) -> str:
+    """Hash of one job."""
+    return f"{RQ}:job:{job_id}"
+
+
+def rq_results(job_id: str) -> str:
+    """Stream of one job's results, the newest last."""
+    return f"{RQ}:results:{job_id}"
+
+
+def rq_worker(name: str) -> str:
+    """Hash of one worker as ``rq info`` shows it."""
+    return f"{RQ}:worker:{name}"
+
+
+# Our own keys -------------------------------------------------------------------------------
+
+
+def stream(job_id: str) -> str:
+    """Stream of a job's text as it is generated."""
+    return f"{PREFIX}:stream:{job_id}"
+
+
+def watch(job_id: str) -> str:
+    """Set for a short time by whoever wants to see a job's text from now on."""
+    return f"{PREFIX}:watch:{job_id}"
+
+
+def progress(job_id: str, execution_id: str) -> str:
+    """Hash: how far an execution has come (header and token ids)."""
+    return f"{PREFIX}:progress:{job_id}:{execution_id}"
+
+
+def batch(batch_id: str) -> str:
+    """Hash of one batch."""
+    return f"{PREFIX}:batch:{batch_id}"
+
+
+def batch_lines(batch_id: str) -> str:
+    """List of the batch's lines in input order, each ``<line> <custom_id>``."""
+    return f"{PREFIX}:batch:{batch_id}:lines"
+
+
+def batch_done(batch_id: str) -> str:
+    """Stream with one entry per line that reached its end, in the order of the ends."""
+    return f"{PREFIX}:batch:{batch_id}:done"
+
+
+def batch_errors(batch_id: str) -> str:
+    """Hash from line number to the error of a line that was refused before queueing."""
+    return f"{PREFIX}:batch:{batch_id}:errors"
+
+
+def batches() -> str:
+    """Sorted set of batch ids scored by creation time."""
+    return f"{PREFIX}:batches"
+
+
+def model_card(alias: str) -> str:
+    """Hash published by the workers that serve a model."""
+    return f"{PREFIX}:model:{alias}"
+
+
+def worker_card(name: str) -> str:
+    """Hash with a worker's engine figures."""
+    return f"{PREFIX}:worker:{name}"
+
+
+def reap_lock(queue: str) -> str:
+    """Held for less than one round by the worker that reaps a queue."""
+    return f"{PREFIX}:reaping:{queue}"
+
+
+# Ids ----------------------------------------------------------------------------------------
+
+
+def batch_id(*, digest: str, queue: str, key: str) -> str:
+    """Return the id of a batch: the same content, queue and key always give the same one."""
+    text = "\0".join((digest, queue, key))
+    return "batch_" + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def job_id(batch: str, line: int) -> str:
+    """Return the id of the job that runs a batch's line."""
+    return f"{batch}-{line}"

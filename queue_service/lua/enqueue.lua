@@ -1,0 +1,42 @@
+-- ENQUEUE: add one chunk of a batch's lines. Run again with the same lines it adds nothing:
+-- the batch's cursor says which line was the last one added.
+-- KEYS 1 rq:queues  2 rq:queue:<q>  3 qsvc:batch:<id>
+--      4 qsvc:batch:<id>:lines  5 qsvc:batch:<id>:errors  6 qsvc:batch:<id>:done
+-- ARGV 1 batch id  2 queue name  3 iso time  4 description  5 model  6 stream flag
+--      (5 is for people only)  7 last line of the chunk  8 '1' when it is the last chunk
+--      then per line: number, custom id, meta (JSON), job data (zlib) or '', error (JSON) or ''
+-- Writes also rq:job:<batch>-<line>.
+-- Returns the batch's status; nothing is added unless it is in_progress.
+local queues, queue, batch, lines, errors, done = unpack(KEYS)
+local b = redis.call('HMGET', batch, 'status', 'cursor', 'submitted')
+if b[1] ~= 'in_progress' or b[3] == '1' then return b[1] or 'deleted' end
+local cursor = tonumber(b[2] or 0)
+local total, failed = 0, 0
+for i = 9, #ARGV, 5 do
+  local line, custom_id, meta, data, err = unpack(ARGV, i, i + 4)
+  if tonumber(line) > cursor then
+    total = total + 1
+    redis.call('RPUSH', lines, line .. ' ' .. custom_id)
+    if err == '' then
+      local id = ARGV[1] .. '-' .. line
+      redis.call('HSET', job_key(id), 'status', 'queued', 'created_at', ARGV[3],
+        'enqueued_at', ARGV[3], 'origin', ARGV[2], 'description', ARGV[4], 'data', data,
+        'meta', meta, 'timeout', '-1', 'qsvc_batch', ARGV[1], 'qsvc_line', line,
+        'qsvc_stream', ARGV[6])
+      redis.call('RPUSH', queue, id)
+    else
+      failed = failed + 1
+      redis.call('HSET', errors, line, err)
+      redis.call('XADD', done, '*', 'l', line, 's', 'failed')
+    end
+  end
+end
+redis.call('SADD', queues, queue)
+redis.call('HINCRBY', batch, 'total', total)
+if failed > 0 then redis.call('HINCRBY', batch, 'failed', failed) end
+if tonumber(ARGV[7]) > cursor then redis.call('HSET', batch, 'cursor', ARGV[7]) end
+if ARGV[8] == '1' then
+  redis.call('HSET', batch, 'submitted', '1')
+  close_batch(batch)
+end
+return redis.call('HGET', batch, 'status')

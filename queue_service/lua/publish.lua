@@ -1,0 +1,26 @@
+-- PUBLISH: text and progress of one execution, so that both say the same; refused when the
+-- lease is gone, and applied once however often it is sent.
+-- KEYS 1 rq:wip:<q>  2 qsvc:stream:<id>  3 qsvc:progress:<id>:<ex>  4 rq:execution:<id>:<ex>
+-- ARGV 1 <id>:<ex>  2 number of this write, rising  3 seconds the keys live
+--      4 number of progress elements  then those, then flat field lists of stream entries,
+--      each preceded by its length
+-- Returns 1 if the execution is ours, else 0.
+local wip, stream, progress, execution = unpack(KEYS)
+if not redis.call('ZSCORE', wip, ARGV[1]) then return 0 end
+local number = tonumber(ARGV[2])
+if number <= tonumber(redis.call('HGET', execution, 'qsvc_write') or 0) then return 1 end
+redis.call('HSET', execution, 'qsvc_write', number)
+local at = 5 + tonumber(ARGV[4])
+if at > 5 then
+  redis.call('RPUSH', progress, unpack(ARGV, 5, at - 1))
+  redis.call('EXPIRE', progress, ARGV[3])
+end
+if at <= #ARGV then
+  while at <= #ARGV do
+    local length = tonumber(ARGV[at])
+    redis.call('XADD', stream, '*', unpack(ARGV, at + 1, at + length))
+    at = at + 1 + length
+  end
+  redis.call('EXPIRE', stream, ARGV[3])
+end
+return 1

@@ -1,0 +1,224 @@
+"""Writes a batch's output lines to a file that grows, and goes on in it after any crash.
+
+The file itself says how far it is: its lines carry the ids of the batch's lines. A last line
+without its end was torn by a crash and is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from redis import Redis
+
+from queue_service import keys
+from queue_service.batches import Batches, LineRef
+from queue_service.errors import ConfigurationError
+from queue_service.responses import output_line_id
+from queue_service.results import BatchReader, custom_ids
+
+_PAGE_LINES = 200
+
+
+class OutputFile:
+    """A JSONL file of output lines, appended in groups.
+
+    Args:
+        path: made when it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: BinaryIO = path.open("ab+")
+        except OSError as exc:
+            raise ConfigurationError(f"cannot write {path}: {exc.strerror}") from exc
+        _sync_folder(path.parent)
+
+    def written(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield each complete line and the offset just behind it; stops at what is no line."""
+        self._file.seek(0)
+        offset = 0
+        for raw in self._file:
+            offset += len(raw)
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                return
+            if not isinstance(line, dict):
+                return
+            yield line, offset
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to this many bytes and go on from there."""
+        self._file.truncate(size)
+        self._file.seek(0, os.SEEK_END)
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write lines and return when they are on disk."""
+        if not lines:
+            return
+        data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        self._file.write(data.encode("utf-8", "replace"))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class LineOrder(Protocol):
+    """The lines of a batch in the order in which they are written."""
+
+    def peek(self, count: int) -> list[LineRef]:
+        """Return up to ``count`` lines from the current position."""
+
+    def skip(self, count: int) -> None:
+        """Move the position behind the first ``count`` lines that ``peek`` returned last."""
+
+
+class InputOrder:
+    """The order of the input file."""
+
+    def __init__(self, connection: Redis, batch_id: str) -> None:
+        self._batches = Batches(connection)
+        self._batch_id = batch_id
+        self._position = 0
+
+    def peek(self, count: int) -> list[LineRef]:
+        """Return up to ``count`` lines from the current position."""
+        return self._batches.lines(self._batch_id, start=self._position, count=count)
+
+    def skip(self, count: int) -> None:
+        """Move the position behind the first ``count`` lines that ``peek`` returned last."""
+        self._position += count
+
+
+class CompletionOrder:
+    """The order in which the lines ended."""
+
+    def __init__(self, connection: Redis, batch_id: str) -> None:
+        self._connection = connection
+        self._batch_id = batch_id
+        self._last_id = b"-"
+        self._ids: list[bytes] = []
+
+    def peek(self, count: int) -> list[LineRef]:
+        """Return up to ``count`` lines from the current position."""
+        start = self._last_id if self._last_id == b"-" else b"(" + self._last_id
+        done = keys.batch_done(self._batch_id)
+        entries: Any = self._connection.xrange(done, min=start, count=count)
+        self._ids = [entry_id for entry_id, _ in entries]
+        return custom_ids(self._connection, self._batch_id, [int(f[b"l"]) for _, f in entries])
+
+    def skip(self, count: int) -> None:
+        """Move the position behind the first ``count`` lines that ``peek`` returned last."""
+        if count:
+            self._last_id = self._ids[count - 1]
+
+
+class BatchOutput:
+    """Brings a batch's results into its output file, or two when errors have their own.
+
+    Args:
+        order: the lines as they come in the file.
+        output: takes the lines.
+        errors: takes the lines without an answer; None puts them into the output too.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        order: LineOrder,
+        output: OutputFile,
+        errors: OutputFile | None = None,
+    ) -> None:
+        self._reader = reader
+        self._order = order
+        self._output = output
+        self._errors = errors
+        self.num_written = 0
+
+    def resume(self) -> int:
+        """Find how far the files are, cut off what is torn, and return how many lines are there.
+
+        Raises:
+            ConfigurationError: a file holds something else than lines of this batch.
+        """
+        heads = [_Head(file) for file in (self._output, self._errors) if file is not None]
+        is_behind = False
+        while not is_behind and (refs := self._order.peek(_PAGE_LINES)):
+            taken = 0
+            for ref in refs:
+                line_id = output_line_id(self._reader.job_id(ref))
+                head = next((h for h in heads if h.line_id == line_id), None)
+                if head is None:
+                    is_behind = True
+                    break
+                head.take()
+                taken += 1
+            self._order.skip(taken)
+            self.num_written += taken
+        # A crash between the writes to two files leaves one of them ahead; its surplus comes again.
+        prefix = output_line_id(self._reader.job_id(LineRef(0, ""))).removesuffix("0")
+        for head in heads:
+            head.cut(surplus=prefix if len(heads) > 1 else None)
+        return self.num_written
+
+    def advance(self) -> int:
+        """Write the lines that have ended and can be written now; return how many were."""
+        lines = self._reader.read_ended(self._order.peek(_PAGE_LINES))
+        if self._errors is None:
+            self._output.append(lines)
+        else:
+            self._output.append([line for line in lines if line["error"] is None])
+            self._errors.append([line for line in lines if line["error"] is not None])
+        self._order.skip(len(lines))
+        self.num_written += len(lines)
+        return len(lines)
+
+
+class _Head:
+    """The next line of a file that may belong to the batch."""
+
+    def __init__(self, file: OutputFile) -> None:
+        self.file = file
+        self._lines = file.written()
+        self._end = 0
+        self._next_end = 0
+        self.line_id: str | None = None
+        self._step()
+
+    def take(self) -> None:
+        """Accept the line and look at the next."""
+        self._end = self._next_end
+        self._step()
+
+    def _step(self) -> None:
+        following = next(self._lines, None)
+        self.line_id = None
+        if following is not None:
+            self.line_id, self._next_end = str(following[0].get("id")), following[1]
+
+    def cut(self, *, surplus: str | None) -> None:
+        """Cut off a torn line, and whole ones only when their id begins with ``surplus``."""
+        if self.line_id is not None and (surplus is None or not self.line_id.startswith(surplus)):
+            raise ConfigurationError(
+                f"{self.file.path} holds lines that are not this batch's results in this order; "
+                "move it away, name another file, or replace it with --overwrite"
+            )
+        self.file.truncate(self._end)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,173 @@
+"""Reads results: one job's, or a batch's output lines in input order."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from queue_service import keys
+from queue_service.batches import LineRef
+from queue_service.errors import JobNotFound, RequestError
+from queue_service.payload import decode_value, inflate_text
+from queue_service.responses import failure_line, success_line, unanswered_line
+
+# A job that may still change; every other status is an end.
+_OPEN_STATUSES = frozenset({b"created", b"queued", b"started", b"deferred", b"scheduled", b"ready"})
+_MAX_ERROR_TEXT_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job stands.
+
+    Attributes:
+        status: RQ's word for it.
+        body: the answer, when it finished.
+        error: the error object with ``status_code``, when it failed or was stopped.
+    """
+
+    job_id: str
+    status: str
+    body: Mapping[str, Any] | None
+    error: Mapping[str, Any] | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job cannot change any more by itself."""
+        return self.status.encode() not in _OPEN_STATUSES
+
+
+def read_job(connection: Redis, job_id: str) -> JobResult:
+    """Return how a job stands now.
+
+    Raises:
+        JobNotFound: the server knows no such job; it may have expired.
+    """
+    with connection.pipeline(transaction=False) as pipeline:
+        pipeline.hget(keys.rq_job(job_id), "status")
+        pipeline.xrevrange(keys.rq_results(job_id), count=1)
+        status, entries = pipeline.execute()
+    if status is None:
+        raise JobNotFound(f"no job {job_id!r} on this server; it may have expired")
+    body, error = None, None
+    if status not in _OPEN_STATUSES and entries:
+        body, error = _answer(entries[0][1])
+    return JobResult(job_id, status.decode(), body, error)
+
+
+class BatchReader:
+    """Reads a batch's output lines from its first to its last."""
+
+    def __init__(self, connection: Redis, batch_id: str) -> None:
+        self._connection = connection
+        self._batch_id = batch_id
+
+    def job_id(self, ref: LineRef) -> str:
+        """Return the job that ran a line."""
+        return keys.job_id(self._batch_id, ref.line)
+
+    def read(self, refs: Sequence[LineRef]) -> list[dict[str, Any] | None]:
+        """Return the output line of each, None where the line has not ended."""
+        if not refs:
+            return []
+        job_ids = [self.job_id(ref) for ref in refs]
+        with self._connection.pipeline(transaction=False) as pipeline:
+            pipeline.hmget(keys.batch_errors(self._batch_id), [str(ref.line) for ref in refs])
+            for job_id in job_ids:
+                pipeline.hget(keys.rq_job(job_id), "status")
+                pipeline.xrevrange(keys.rq_results(job_id), count=1)
+            errors, *replies = pipeline.execute()
+        lines: list[dict[str, Any] | None] = []
+        for i, (ref, job_id) in enumerate(zip(refs, job_ids, strict=True)):
+            status, entries = replies[2 * i], replies[2 * i + 1]
+            if errors[i] is not None:
+                lines.append(failure_line(job_id, ref.custom_id, json.loads(errors[i])))
+            elif status in _OPEN_STATUSES:
+                lines.append(None)
+            else:
+                lines.append(_output_line(job_id, ref.custom_id, status, entries))
+        return lines
+
+    def read_ended(self, refs: Sequence[LineRef]) -> list[dict[str, Any]]:
+        """Return the output lines of the first of these, up to the first that has not ended."""
+        ended: list[dict[str, Any]] = []
+        for line in self.read(refs):
+            if line is None:
+                break
+            ended.append(line)
+        return ended
+
+
+def custom_ids(connection: Redis, batch_id: str, lines: Sequence[int]) -> list[LineRef]:
+    """Return lines with their custom ids; an id is empty when its job is gone."""
+    if not lines:
+        return []
+    with connection.pipeline(transaction=False) as pipeline:
+        pipeline.hmget(keys.batch_errors(batch_id), [str(line) for line in lines])
+        for line in lines:
+            pipeline.hget(keys.rq_job(keys.job_id(batch_id, line)), "meta")
+        errors, *metas = pipeline.execute()
+    refs = []
+    for line, error, meta in zip(lines, errors, metas, strict=True):
+        fields = json.loads(error or meta or b"{}")
+        refs.append(LineRef(line, fields.get("custom_id") or ""))
+    return refs
+
+
+def _output_line(
+    job_id: str, custom_id: str, status: bytes | None, entries: Sequence[Any]
+) -> dict[str, Any]:
+    if status == b"canceled":
+        return unanswered_line(
+            job_id, custom_id, "batch_cancelled", "the request was cancelled before it ended"
+        )
+    if not entries:
+        gone = "the result is gone from the server: it expired or was deleted"
+        return unanswered_line(job_id, custom_id, "result_expired", gone)
+    body, error = _answer(entries[0][1])
+    if body is not None:
+        return success_line(job_id, custom_id, body)
+    return failure_line(job_id, custom_id, error or {})
+
+
+def _answer(
+    entry: Mapping[bytes, bytes],
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Return the body or the error of one entry of RQ's result stream."""
+    if b"return_value" in entry:
+        try:
+            value = decode_value(base64.b64decode(entry[b"return_value"]))
+        except (RequestError, ValueError) as error:
+            return None, _server_error("unreadable_result", f"the result is unreadable: {error}")
+        if isinstance(value, dict):
+            return value, None
+        return None, _server_error("unreadable_result", "the result is no object")
+    if b"qsvc_error" in entry:
+        error_object: dict[str, Any] = json.loads(entry[b"qsvc_error"])
+        return None, error_object
+    return None, _server_error("failed", _last_line(entry.get(b"exc_string", b"")))
+
+
+def _last_line(packed: bytes) -> str:
+    """Return the last line of an error that another RQ tool recorded."""
+    try:
+        text = inflate_text(base64.b64decode(packed), _MAX_ERROR_TEXT_BYTES)
+    except (RequestError, ValueError, zlib.error):
+        return "the job failed for a reason that cannot be read"
+    return text.strip().rsplit("\n", 1)[-1] or "the job failed without a reason"
+
+
+def _server_error(code: str, message: str) -> dict[str, Any]:
+    return {
+        "message": message,
+        "type": "server_error",
+        "param": None,
+        "code": code,
+        "status_code": 500,
+    }

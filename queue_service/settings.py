@@ -1,0 +1,375 @@
+"""Every setting of qsvc, and the one place that reads the environment and the config file.
+
+A value comes from, in this order: an explicit argument (a command-line flag), the environment
+(``QSVC_<SECTION>_<NAME>``), the config file (``$QSVC_CONFIG``, else ``qsvc/config.toml`` in the
+user's config folder), the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+
+import platformdirs
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from queue_service.errors import ConfigurationError
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseSettings):
+    """One table of the config file. Build it with :meth:`load`; it does not change afterwards."""
+
+    # hide_input_in_errors: a URL in an error's text would put its password in a log.
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_ignore_empty=True, hide_input_in_errors=True
+    )
+    table: ClassVar[str]
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Self:
+        """Read this section; an override of None counts as not given.
+
+        Raises:
+            ConfigurationError: a value is not allowed, a key of the config file is unknown, or
+                the file cannot be read.
+            TypeError: an override that is no field of this section.
+        """
+        given = {name: value for name, value in overrides.items() if value is not None}
+        if unknown := given.keys() - cls.model_fields.keys():
+            raise TypeError(f"{cls.__name__} has no setting {', '.join(sorted(unknown))}")
+        try:
+            return cls(**given)
+        except ValidationError as exc:
+            problems = [cls._explain(error, given) for error in exc.errors(include_url=False)]
+            raise ConfigurationError("\n".join(problems)) from exc
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources, strongest first; there are no .env files and no secret folders."""
+        table = _read_config_file().get(cls.table, {})
+        return init_settings, env_settings, InitSettingsSource(settings_cls, table)
+
+    @classmethod
+    def env_name(cls, field: str) -> str:
+        """Return the environment variable of a field, such as ``QSVC_WORKER_SLOTS``."""
+        return f"{cls.model_config['env_prefix']}{field}".upper()
+
+    @classmethod
+    def _explain(cls, error: ErrorDetails, given: dict[str, Any]) -> str:
+        """Return what is wrong with one value: where it came from, the value, what is allowed."""
+        if error["type"] == "value_error":
+            allowed = str(error["ctx"]["error"])
+        else:
+            allowed = error["msg"][0].lower() + error["msg"][1:]
+        if not error["loc"]:
+            return f"[{cls.table}]: {allowed}"
+        field = str(error["loc"][0])
+        value = f"={error['input']}" if cls.model_fields[field].repr else ""
+        if field in given:
+            return f"argument {field}{value}: {allowed}"
+        if cls.env_name(field) in {name.upper() for name in os.environ}:
+            return f"environment variable {cls.env_name(field)}{value}: {allowed}"
+        return f"{config_path()}: [{cls.table}] {field}{value}: {allowed}"
+
+
+class RedisSettings(Section):
+    """Where the Redis server is and how long we wait for it."""
+
+    model_config = SettingsConfigDict(env_prefix="QSVC_REDIS_")
+    table: ClassVar[str] = "redis"
+
+    url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        repr=False,
+        description="Server as redis://, rediss:// or unix://, with user and password if it has"
+        " them.",
+    )
+    connect_timeout_seconds: Seconds = Field(
+        2.0, description="How long connecting may take before the server counts as away."
+    )
+    socket_timeout_seconds: Seconds = Field(
+        5.0, description="How long one answer may take before the server counts as away."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _can_be_connected_to(cls, url: str) -> str:
+        if problem := _url_problem(url):
+            raise ValueError(problem)
+        return url
+
+
+class WorkerSettings(Section):
+    """What one worker serves, how much it takes on, and when its jobs count as abandoned."""
+
+    model_config = SettingsConfigDict(env_prefix="QSVC_WORKER_")
+    table: ClassVar[str] = "worker"
+
+    model: Name | None = Field(None, description="Model to serve: a folder or a hub id.")
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
+        None, description="Name of the model's queues; unset: made from the model's name."
+    )
+    queues: Annotated[tuple[Name, ...], NoDecode] = Field(
+        (), description="More queues to claim from, after the model's own (comma-separated)."
+    )
+    serve_default: bool = Field(True, description="Also claim jobs from the queue qsvc:default.")
+    name: Name | None = Field(None, description="Worker's name in Redis; unset: host and pid.")
+    slots: PositiveInt = Field(32, description="Rows in one batch.")
+    claim_ahead: NonNegativeInt = Field(
+        8, description="Jobs claimed beyond the rows, so that they are prepared when one ends."
+    )
+    lease_seconds: PositiveInt = Field(
+        10, description="How long a claimed job stays ours without a heartbeat."
+    )
+    beat_seconds: Seconds = Field(2.0, description="Time between heartbeats.")
+    reap_seconds: Seconds = Field(3.0, description="Time between looks for abandoned jobs.")
+    grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        10.0, description="Time that running jobs get to finish after SIGTERM."
+    )
+    crash_retries: NonNegativeInt = Field(
+        2, description="How often a job is tried again after a worker died with it."
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "stored"] = Field(
+        "auto", description="Type of weights and activations; auto: what suits model and device."
+    )
+    blas_threads: PositiveInt | None = Field(
+        None, description="CPU threads for matrix products; unset: the library's choice."
+    )
+    max_tokens_ceiling: PositiveInt | None = Field(
+        None, description="Most tokens that one answer may have, whatever the request asks."
+    )
+    default_max_tokens: PositiveInt | None = Field(
+        None,
+        description="Tokens for a request that sets no limit; unset: until stop or context end.",
+    )
+    prefill_batch: PositiveInt = Field(8, description="Rows prefilled together.")
+    prefill_step: PositiveInt = Field(2048, description="Tokens in one prefill chunk.")
+    device_slot: Annotated[str, Field(pattern=r"^(gpu|cpu):\d+$")] | None = Field(
+        None, description="Device slot to take, such as gpu:0 or cpu:1; unset: gpu:0, else cpu:0."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Least severe level that is logged."
+    )
+    engine_stall_seconds: Seconds = Field(
+        300.0, description="Time without engine progress after which the worker is restarted."
+    )
+    publish_interval_seconds: Seconds = Field(
+        0.075, description="Time between two writes of new text to a job's stream."
+    )
+    progress_interval_seconds: Seconds = Field(
+        0.5, description="Time between two writes of the tokens so far, kept for a takeover."
+    )
+
+    @field_validator("queues", mode="before")
+    @classmethod
+    def _split_at_commas(cls, queues: object) -> object:
+        if not isinstance(queues, str):
+            return queues
+        return tuple(name for part in queues.split(",") if (name := part.strip()))
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _in_capitals(cls, level: object) -> object:
+        return level.upper() if isinstance(level, str) else level
+
+    @model_validator(mode="after")
+    def _survives_a_missed_beat(self) -> Self:
+        if self.lease_seconds < 2 * self.beat_seconds:
+            raise ValueError(
+                f"lease_seconds ({self.lease_seconds}) must be at least twice beat_seconds"
+                f" ({self.beat_seconds:g}), or one late heartbeat loses the jobs"
+            )
+        return self
+
+
+class RetentionSettings(Section):
+    """How long Redis keeps what is finished."""
+
+    model_config = SettingsConfigDict(env_prefix="QSVC_RETENTION_")
+    table: ClassVar[str] = "retention"
+
+    result_seconds: PositiveInt = Field(
+        7 * 86400, description="How long results are kept, from the end of their batch."
+    )
+    failure_seconds: PositiveInt = Field(
+        7 * 86400, description="How long failed jobs are kept, from the end of their batch."
+    )
+    stream_seconds: PositiveInt = Field(
+        600, description="How long a job's token stream is kept after its last entry."
+    )
+
+
+class SubmitSettings(Section):
+    """How a batch file is put into the queue."""
+
+    model_config = SettingsConfigDict(env_prefix="QSVC_SUBMIT_")
+    table: ClassVar[str] = "submit"
+
+    chunk_lines: PositiveInt = Field(200, description="Lines enqueued in one round trip.")
+    max_lines: PositiveInt | None = Field(
+        None, description="Most lines a file may have; unset: no limit."
+    )
+
+
+class PathSettings(Section):
+    """Where qsvc keeps files on this machine."""
+
+    model_config = SettingsConfigDict(env_prefix="QSVC_")
+    table: ClassVar[str] = "paths"
+
+    cache_folder: Path = Field(
+        default_factory=lambda: platformdirs.user_cache_path("qsvc"),
+        description="Checkpoints and the state of `qsvc run`; unset: qsvc in the user's cache"
+        " folder.",
+    )
+
+    @field_validator("cache_folder")
+    @classmethod
+    def _absolute(cls, folder: Path) -> Path:
+        return folder.expanduser().absolute()
+
+
+SECTIONS: tuple[type[Section], ...] = (
+    RedisSettings,
+    WorkerSettings,
+    RetentionSettings,
+    SubmitSettings,
+    PathSettings,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as the reference documents it; ``default`` is written as in TOML, or unset."""
+
+    section: str
+    field: str
+    env_name: str
+    default: str
+    description: str
+
+
+def describe_settings() -> list[Setting]:
+    """Return every setting, section by section, the same on every machine."""
+    return [
+        Setting(
+            section=section.table,
+            field=name,
+            env_name=section.env_name(name),
+            default=_as_toml(None if field.default_factory else field.default),
+            description=field.description or "",
+        )
+        for section in SECTIONS
+        for name, field in section.model_fields.items()
+    ]
+
+
+def _as_toml(default: object) -> str:
+    """Return a default as one would write it in the config file."""
+    return "unset" if default is None else json.dumps(default)
+
+
+def config_path() -> Path:
+    """Return the config file's path: ``$QSVC_CONFIG``, else the user's own; it need not exist."""
+    named = os.environ.get("QSVC_CONFIG")
+    return Path(named) if named else platformdirs.user_config_path("qsvc") / "config.toml"
+
+
+def redact_url(url: str) -> str:
+    """Return a Redis URL without its passwords, also when it is malformed."""
+    # Up to the last @, since a password may hold one that should have been escaped.
+    url = re.sub(r"^(\w+://)(?!/)([^:@]*:)?.*@", r"\1\2***@", url)
+    return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
+
+
+def _url_problem(url: str) -> str | None:
+    """Return why redis-py could not use a URL or would misread it, None when it is fine.
+
+    Nothing of the URL is repeated: where the password ends is what may be unclear.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return "no valid URL (in a password, write / as %2F, @ as %40, # as %23, ? as %3F)"
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        return "must start with redis://, rediss:// or unix://"
+    if parts.scheme == "unix":
+        if parts.hostname or not parts.path:
+            return "a unix URL needs an absolute path: unix:///folder/server.sock"
+    elif not re.fullmatch(r"/?\d*", parts.path):
+        return "the path must be a database number: redis://host:6379/0"
+    return None
+
+
+def _read_config_file() -> dict[str, dict[str, Any]]:
+    """Return the tables of the config file, checked for unknown names; {} where there is none.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is no TOML, holds an unknown table or key, or
+            was named by ``QSVC_CONFIG`` and does not exist.
+    """
+    path = config_path()
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except FileNotFoundError as exc:
+        if os.environ.get("QSVC_CONFIG"):
+            raise ConfigurationError(f"QSVC_CONFIG names {path}, which does not exist") from exc
+        return {}
+    except OSError as exc:
+        raise ConfigurationError(f"cannot read {path}: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigurationError(f"{path} is no valid TOML: {exc}") from exc
+    sections = {section.table: section for section in SECTIONS}
+    for table, values in tables.items():
+        if table not in sections:
+            raise ConfigurationError(f"{path}: unknown name {table}; {_nearest(table, sections)}")
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{path}: {table} must be a table, written [{table}]")
+        fields = sections[table].model_fields
+        for key in values:
+            if key not in fields:
+                raise ConfigurationError(
+                    f"{path}: [{table}] has no setting {key}; {_nearest(key, fields)}"
+                )
+    return tables
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Return a hint that names the known word most like this one."""
+    [match] = difflib.get_close_matches(word, list(known), n=1, cutoff=0)
+    return f"did you mean {match}?"

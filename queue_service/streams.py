@@ -1,0 +1,101 @@
+"""Reads a job's text as it is generated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from queue_service import keys
+from queue_service.results import JobResult, read_job
+
+_BLOCK_MS = 1000
+# How long a reader counts as interested without saying so again.
+_WATCH_SECONDS = 30
+_WATCH_AGAIN_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text that follows what was read before; a restart means that it begins anew."""
+
+    text: str
+    restarted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """The job ended; ``reason`` is done, error or cancelled."""
+
+    reason: str
+    message: str | None = None
+
+
+def read_text(
+    connection: Redis, job_id: str, clock: Callable[[], float] = time.monotonic
+) -> Iterator[TextChunk | StreamEnd]:
+    """Yield a job's text from its start as it comes, and at last how it ended.
+
+    A job that does not stream yet begins to within a heartbeat of its worker.
+
+    Raises:
+        JobNotFound: the server knows no such job.
+    """
+    result = read_job(connection, job_id)
+    last_id, attempt, num_tokens = b"0-0", 0, 0
+    has_text = False
+    watch_at = clock()
+    while True:
+        if not result.has_ended and clock() >= watch_at:
+            connection.set(keys.watch(job_id), "1", ex=_WATCH_SECONDS)
+            watch_at = clock() + _WATCH_AGAIN_SECONDS
+        block = None if result.has_ended else _BLOCK_MS
+        replies: Any = connection.xread({keys.stream(job_id): last_id}, block=block)
+        for _, entries in replies:
+            for entry_id, fields in entries:
+                last_id = entry_id
+                if b"e" in fields:
+                    yield _end(fields)
+                    return
+                entry_attempt, first = int(fields.get(b"a", 1)), int(fields.get(b"i", 0))
+                restarted = entry_attempt > attempt and has_text and first == 0
+                if entry_attempt > attempt:
+                    attempt, num_tokens = entry_attempt, first
+                if entry_attempt < attempt or first < num_tokens or fields.get(b"c", b"0") != b"0":
+                    continue
+                num_tokens = first
+                has_text = True
+                yield TextChunk(fields[b"t"].decode("utf-8", "replace"), restarted)
+        if replies:
+            continue
+        if result.has_ended:
+            # It ended without a stream, or its stream has expired: the result holds the text.
+            yield from _from_result(result)
+            return
+        result = read_job(connection, job_id)
+
+
+def _end(fields: Mapping[bytes, bytes]) -> StreamEnd:
+    message = fields.get(b"message")
+    return StreamEnd(fields[b"e"].decode(), message.decode() if message else None)
+
+
+def _from_result(result: JobResult) -> Iterator[TextChunk | StreamEnd]:
+    if result.body is not None:
+        yield TextChunk(text_of(result.body), restarted=True)
+        yield StreamEnd("done")
+    elif result.status == "canceled":
+        yield StreamEnd("cancelled")
+    else:
+        error = result.error or {}
+        yield StreamEnd("error", str(error.get("message") or f"the job is {result.status}"))
+
+
+def text_of(body: Mapping[str, Any]) -> str:
+    """Return the text of a completion's first choice."""
+    choice = body["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return str(text or "")

@@ -1,0 +1,197 @@
+"""Puts a batch file into the queue, once however often it is done."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from redis import Redis
+from redis.exceptions import ResponseError
+from rq.utils import now, utcformat
+
+from queue_service import keys
+from queue_service.batch_file import BatchFile, BatchLine, digest_file, read_batch
+from queue_service.batches import Batch, Batches
+from queue_service.errors import BatchFileError, LineError
+from queue_service.payload import encode_call
+from queue_service.requests import Endpoint
+from queue_service.scripts import Arg, Scripts
+from queue_service.settings import RetentionSettings, SubmitSettings
+
+_DISK_TIMEOUT_MS = 5000
+_MAX_STRICT_ERRORS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """How a file is submitted.
+
+    Attributes:
+        queue: where the lines wait.
+        model: the model that will answer, for people to read.
+        key: tells two submissions of the same content apart.
+        stream: every line's text goes to its job's stream as it comes.
+        strict: one bad line refuses the whole file before anything is queued.
+    """
+
+    queue: str
+    model: str
+    key: str = ""
+    stream: bool = False
+    strict: bool = False
+    submit: SubmitSettings = field(default_factory=SubmitSettings.load)
+    retention: RetentionSettings = field(default_factory=RetentionSettings.load)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What came of a submit; ``is_new`` is False when the same file was submitted before."""
+
+    batch: Batch
+    is_new: bool
+
+
+def batch_id_of(file: BatchFile, *, queue: str, key: str = "") -> str:
+    """Return the id that a file's batch has or would have."""
+    return keys.batch_id(digest=digest_file(file), queue=queue, key=key)
+
+
+def submit_file(
+    connection: Redis,
+    file: BatchFile,
+    options: SubmitOptions,
+    *,
+    on_progress: Callable[[int], None] = lambda num_lines: None,
+) -> Submission:
+    """Queue every good line of a file and record an error for every bad one.
+
+    Run again with the same file, queue and key it adds what is missing and nothing twice,
+    also while another submit of the same file runs.
+
+    Args:
+        on_progress: told how many lines have been read.
+
+    Raises:
+        BatchFileError: the file is empty or unreadable, or strict and has a bad line; nothing
+            was queued.
+    """
+    batch_id = batch_id_of(file, queue=options.queue, key=options.key)
+    if options.strict:
+        _refuse_bad_lines(file, options.submit.max_lines)
+    lines = read_batch(file, max_lines=options.submit.max_lines)
+    first = next(lines)  # an empty file raises here, before there is a batch
+    head, endpoint = _up_to_first_good_line(first, lines)
+    batches = Batches(connection)
+    is_new = batches.create(
+        batch_id,
+        endpoint=endpoint,
+        queue=options.queue,
+        model=options.model,
+        retention_seconds=options.retention.result_seconds,
+    )
+    _enqueue(connection, batch_id, itertools.chain(head, lines), options, on_progress)
+    return Submission(batches.get(batch_id), is_new)
+
+
+def wait_for_disk(connection: Redis) -> bool:
+    """Wait until what this connection wrote is on the server's disk; False if it cannot say."""
+    try:
+        local, _ = connection.waitaof(1, 0, _DISK_TIMEOUT_MS)
+    except ResponseError:
+        return False  # an older server, or one without an append-only file
+    return bool(local)
+
+
+def _refuse_bad_lines(file: BatchFile, max_lines: int | None) -> None:
+    bad = [line for line in read_batch(file, max_lines=max_lines) if isinstance(line, LineError)]
+    if not bad:
+        return
+    shown = [f"  line {e.line}: {e.code}: {e.message}" for e in bad[:_MAX_STRICT_ERRORS]]
+    if len(bad) > _MAX_STRICT_ERRORS:
+        shown.append(f"  and {len(bad) - _MAX_STRICT_ERRORS} more")
+    raise BatchFileError(
+        f"{file.name}: {len(bad)} bad lines, nothing was queued:\n" + "\n".join(shown)
+    )
+
+
+def _up_to_first_good_line(
+    first: BatchLine | LineError, lines: Iterator[BatchLine | LineError]
+) -> tuple[list[BatchLine | LineError], Endpoint]:
+    head = [first]
+    while isinstance(head[-1], LineError):
+        following = next(lines, None)
+        if following is None:
+            return head, Endpoint.CHAT
+        head.append(following)
+    return head, head[-1].endpoint
+
+
+def _enqueue(
+    connection: Redis,
+    batch_id: str,
+    lines: Iterator[BatchLine | LineError],
+    options: SubmitOptions,
+    on_progress: Callable[[int], None],
+) -> None:
+    scripts = Scripts(connection)
+    script_keys = [
+        f"{keys.RQ}:queues",
+        keys.rq_queue(options.queue),
+        keys.batch(batch_id),
+        keys.batch_lines(batch_id),
+        keys.batch_errors(batch_id),
+        keys.batch_done(batch_id),
+    ]
+    cursor = int(connection.hget(keys.batch(batch_id), "cursor") or 0)
+    num_lines = 0
+    # One line ahead, so that the last chunk is known to be the last.
+    pending = next(lines, None)
+    while pending is not None:
+        args: list[Arg] = []
+        last_line = 0
+        for _ in range(options.submit.chunk_lines):
+            if pending is None:
+                break
+            num_lines += 1
+            last_line = pending.line
+            if pending.line > cursor:
+                args += _line_args(pending, batch_id, options)
+            pending = next(lines, None)
+        is_last = pending is None
+        if args or is_last:
+            head: list[Arg] = [
+                batch_id,
+                options.queue,
+                utcformat(now()),
+                f"batch line · {options.model}",
+                options.model,
+                "1" if options.stream else "0",
+                last_line,
+                "1" if is_last else "0",
+            ]
+            status = scripts.call("enqueue", script_keys, head + args)
+            if status != b"in_progress":
+                return  # cancelled meanwhile, or submitted to its end by somebody else
+        on_progress(num_lines)
+
+
+def _line_args(line: BatchLine | LineError, batch_id: str, options: SubmitOptions) -> list[Arg]:
+    custom_id = line.custom_id or ""
+    if isinstance(line, LineError):
+        error = {
+            **line.to_error(),
+            "status_code": line.status_code,
+            "line": line.line,
+            "custom_id": line.custom_id,
+        }
+        return [line.line, custom_id, "", "", json.dumps(error, ensure_ascii=False)]
+    meta = {"batch": batch_id, "custom_id": custom_id, "model": options.model}
+    return [
+        line.line,
+        custom_id,
+        json.dumps(meta, ensure_ascii=False),
+        encode_call(line.endpoint.function, line.body),
+        "",
+    ]

@@ -1,0 +1,1 @@
+"""The MLX worker: job source, preparation, engine, output."""

@@ -1,0 +1,212 @@
+"""The worker child: wires model, engine, publisher and RQ thread together, once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rq.version import VERSION as RQ_VERSION
+
+from queue_service.broker import Broker
+from queue_service.connection import check_server, connect
+from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
+from queue_service.responses import fingerprint
+from queue_service.settings import WorkerSettings
+from workers.child_settings import ChildSettings
+from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
+from workers.generation import EngineParts, GenerationThread
+from workers.generator import EngineGenerator, make_publisher
+from workers.model_info import ModelInfo
+from workers.outcomes import OutcomeWriter
+from workers.preparation import Limits, Preparer, PromptEncoder
+from workers.rq_worker import BatchWorker, EngineFailed, ResultQueue
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A loaded model, made on the engine thread.
+
+    Attributes:
+        parts: what the engine thread works with.
+        encoder: renders and tokenises; used by the preparation threads.
+        versions: of the libraries whose change may change the output.
+        log_lines: what a person should know about device and weights.
+    """
+
+    parts: EngineParts
+    encoder: PromptEncoder
+    info: ModelInfo
+    versions: str
+    log_lines: tuple[str, ...] = ()
+
+
+Loader = Callable[[WorkerSettings], ServedModel]
+
+
+class Reporter:
+    """Tells the supervisor, in lines of JSON on standard output, how the child is doing."""
+
+    def __init__(self, output: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output = output
+        self._clock = clock
+        self._next = 0.0
+
+    def report(self, event: str, **fields: Any) -> None:
+        """Write one event."""
+        try:
+            print(json.dumps({"event": event, **fields}), file=self._output, flush=True)
+        except BrokenPipeError:
+            logger.debug("nobody listens to reports")
+
+    def progress(self, num_running: int, steps: int) -> None:
+        """Report engine progress, at most once a second."""
+        moment = self._clock()
+        if moment >= self._next:
+            self._next = moment + _REPORT_SECONDS
+            self.report("progress", running=num_running, steps=steps)
+
+
+def run_child(load: Loader) -> int:
+    """Run one worker until it is told to stop; return the exit code.
+
+    Settings come as the first line of standard input. When standard input ends, the supervisor
+    is gone: the child gives its jobs back and ends too.
+    """
+    reporter = Reporter(sys.stdout)
+    try:
+        settings = ChildSettings.from_json(sys.stdin.readline())
+        _configure_logging(settings.worker.log_level)
+        worker = _build(settings, load, reporter)
+        threading.Thread(target=_end_with_supervisor, args=(worker,), daemon=True).start()
+        worker.work(burst=settings.burst)
+    except EngineFailed:
+        logger.exception("the engine failed; the process ends so that a new one starts clean")
+        return EXIT_FAILED
+    except (ConfigurationError, ModelUnavailable) as error:
+        reporter.report("fatal", message=str(error))
+        return EXIT_CONFIGURATION
+    except QsvcError as error:
+        reporter.report("failed", message=str(error))
+        logger.error("%s", error)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def _build(settings: ChildSettings, load: Loader, reporter: Reporter) -> BatchWorker:
+    connection = connect(settings.redis)
+    for finding in check_server(connection):
+        logger.warning("server: %s (%s)", finding.what, finding.fix)
+    broker = Broker(
+        connection,
+        worker=settings.name,
+        queues=settings.queues,
+        lease_seconds=settings.worker.lease_seconds,
+    )
+    results = ResultQueue()
+    publisher = make_publisher(broker, settings.worker, results.put)
+    loaded: list[ServedModel] = []
+    is_loaded = threading.Event()
+
+    def make_parts() -> EngineParts:
+        served = load(settings.worker)
+        loaded.append(served)
+        is_loaded.set()
+        return served.parts
+
+    def on_failure(failure: BaseException) -> None:
+        results.fail(failure)
+        is_loaded.set()
+
+    engine = GenerationThread(
+        make_parts, publisher, on_failure=on_failure, max_rows=settings.worker.slots
+    )
+    engine.start()
+    is_loaded.wait()
+    if not loaded:
+        raise results.failure or EngineFailed("the engine thread ended without a word")
+    served = loaded[0]
+    for line in served.log_lines:
+        logger.info("%s", line)
+    publisher.start()
+    generator = EngineGenerator(
+        preparer=_preparer(settings, served),
+        engine=engine,
+        publisher=publisher,
+        deliver=results.put,
+        crash_retries=settings.worker.crash_retries,
+    )
+    reporter.report("ready", name=settings.name, model=served.info.name)
+    return BatchWorker(
+        settings.queues,
+        connection=connection,
+        name=settings.name,
+        settings=settings.worker,
+        generator=generator,
+        results=results,
+        outcomes=OutcomeWriter(
+            settings.retention,
+            fingerprint=fingerprint(
+                served.info.digest, served.info.dtype, served.info.device, served.versions
+            ),
+        ),
+        model_card=(settings.alias, _model_card(served.info)),
+        on_turn=lambda num_running: reporter.progress(num_running, engine.steps),
+    )
+
+
+def _preparer(settings: ChildSettings, served: ServedModel) -> Preparer:
+    limits = Limits(
+        context_tokens=served.info.context_length,
+        vocabulary_size=served.info.vocab_size,
+        ceiling_tokens=settings.worker.max_tokens_ceiling,
+        default_tokens=settings.worker.default_max_tokens,
+    )
+    return Preparer(served.encoder, limits, model=served.info.name)
+
+
+def _model_card(info: ModelInfo) -> dict[str, str]:
+    return {
+        "model": info.name,
+        "digest": info.digest,
+        "vocabulary_size": str(info.vocab_size),
+        "context_tokens": str(info.context_length),
+        "dtype": info.dtype,
+        "device": info.device,
+        "rq": RQ_VERSION,
+    }
+
+
+def _end_with_supervisor(worker: BatchWorker) -> None:
+    """Wait for the end of standard input: then nobody watches over this process any more."""
+    while sys.stdin.read(4096):
+        pass
+    logger.warning("the supervisor is gone; giving jobs back")
+    for _ in range(2):
+        worker.request_stop(signal.SIGTERM, None)
+    # Only reached with work left when the RQ thread hangs: leases end, others take over.
+    time.sleep(30)
+    os._exit(EXIT_FAILED)
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    # RQ's and redis' own lines may hold call strings; ours say what matters.
+    for name in ("rq.worker", "rq.job", "rq.queue", "rq.registry"):
+        logging.getLogger(name).setLevel(logging.ERROR)

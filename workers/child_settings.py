@@ -1,0 +1,53 @@
+"""What a supervisor tells its worker child."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from queue_service import keys
+from queue_service.settings import RedisSettings, RetentionSettings, WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSettings:
+    """Everything a child is told by its supervisor, as one line of JSON on its standard input."""
+
+    redis: RedisSettings
+    worker: WorkerSettings
+    retention: RetentionSettings
+    alias: str
+    name: str
+    burst: bool
+
+    def to_json(self) -> str:
+        """Return the line; it may hold a password, so it goes through a pipe only."""
+        sections = {
+            "redis": self.redis.model_dump(mode="json"),
+            "worker": self.worker.model_dump(mode="json"),
+            "retention": self.retention.model_dump(mode="json"),
+        }
+        return json.dumps(
+            {**sections, "alias": self.alias, "name": self.name, "burst": self.burst}
+        )
+
+    @classmethod
+    def from_json(cls, line: str) -> ChildSettings:
+        """Read the line that ``to_json`` wrote."""
+        fields = json.loads(line)
+        return cls(
+            redis=RedisSettings.load(**fields["redis"]),
+            worker=WorkerSettings.load(**fields["worker"]),
+            retention=RetentionSettings.load(**fields["retention"]),
+            alias=fields["alias"],
+            name=fields["name"],
+            burst=fields["burst"],
+        )
+
+    @property
+    def queues(self) -> list[str]:
+        """The queues to serve, in their order."""
+        names = keys.queue_names(self.alias) + list(self.worker.queues)
+        if self.worker.serve_default:
+            names.append(keys.DEFAULT_QUEUE)
+        return list(dict.fromkeys(names))

@@ -1,0 +1,41 @@
+"""The seam between the worker and whatever generates tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from workers.requests import PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token that a row of the batch generated."""
+
+    execution_id: str
+    token_id: int
+
+
+class Engine(Protocol):
+    """Generates tokens for many rows at once. Every method is called on the engine thread."""
+
+    def add(self, requests: Iterable[PreparedRequest]) -> None:
+        """Take requests in; they join the batch as rows within the next steps."""
+
+    def remove(self, execution_ids: Iterable[str]) -> None:
+        """Forget rows wherever they are; unknown ids are ignored."""
+
+    def step(self) -> list[Token]:
+        """Do one bounded piece of work; return the tokens that became known, at most one a row.
+
+        A row that generated an end-of-sequence token or reached its limit leaves the batch.
+        """
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows being prefilled or decoded."""

@@ -1,0 +1,117 @@
+"""From claimed job to result: preparation pool, engine thread and publisher behind one door."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from queue_service.broker import Broker, Claimed
+from queue_service.errors import RequestError
+from queue_service.settings import WorkerSettings
+from workers.generation import GenerationThread
+from workers.outcomes import WorkerLost
+from workers.preparation import Preparer
+from workers.publisher import Publisher
+from workers.requests import Refused, Result
+
+logger = logging.getLogger(__name__)
+
+_PREPARATION_THREADS = 2
+_PREPARATION_CHUNK = 8
+
+
+class EngineGenerator:
+    """Runs claimed jobs on an engine thread that is already loaded.
+
+    Args:
+        deliver: takes results; called on several threads, returns at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        preparer: Preparer,
+        engine: GenerationThread,
+        publisher: Publisher,
+        deliver: Callable[[Result], None],
+        crash_retries: int,
+    ) -> None:
+        self._preparer = preparer
+        self._engine = engine
+        self._publisher = publisher
+        self._deliver = deliver
+        self._crash_retries = crash_retries
+        self._pool = ThreadPoolExecutor(_PREPARATION_THREADS, thread_name_prefix="prepare")
+        self._cancelled: set[str] = set()
+        self._preparing: set[str] = set()
+        self._lock = threading.Lock()
+
+    def submit(self, claimed: Sequence[Claimed]) -> None:
+        """Prepare and run these."""
+        with self._lock:
+            self._preparing.update(one.execution_id for one in claimed)
+        for start in range(0, len(claimed), _PREPARATION_CHUNK):
+            self._pool.submit(self._prepare, claimed[start : start + _PREPARATION_CHUNK])
+
+    def cancel(self, execution_ids: Iterable[str]) -> None:
+        """Forget these; nothing is delivered for them any more."""
+        execution_ids = list(execution_ids)
+        if not execution_ids:
+            return
+        with self._lock:
+            self._cancelled.update(self._preparing.intersection(execution_ids))
+        self._engine.cancel(execution_ids)
+
+    def watch(self, execution_ids: Iterable[str]) -> None:
+        """Stream these from now on."""
+        self._publisher.watch(execution_ids)
+
+    def figures(self) -> Mapping[str, str]:
+        """Return what the worker's card shows."""
+        return {"rows": str(self._engine.num_rows), "steps": str(self._engine.steps)}
+
+    def stop(self) -> None:
+        """End the threads; what still runs is forgotten."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._engine.stop()
+        self._publisher.stop()
+
+    def _prepare(self, claimed: Sequence[Claimed]) -> None:
+        ready = []
+        for one in claimed:
+            try:
+                if one.deaths > self._crash_retries:
+                    raise WorkerLost(one.deaths)
+                request = self._preparer.prepare(one)
+            except (RequestError, WorkerLost) as error:
+                self._refuse(one, error)
+            except Exception as error:  # the top of one job: a fault of ours ends it alone
+                logger.exception("preparation failed job=%s", one.job_id)
+                self._refuse(one, error)
+            else:
+                ready.append(request)
+        with self._lock:
+            ids = {one.execution_id for one in claimed}
+            cancelled = ids & self._cancelled
+            self._cancelled -= ids
+            self._preparing -= ids
+            # Under the lock, so that a cancel that comes now reaches the engine after this.
+            self._engine.submit([r for r in ready if r.execution_id not in cancelled])
+
+    def _refuse(self, claimed: Claimed, error: Exception) -> None:
+        self._deliver(Refused(claimed, error))
+
+
+def make_publisher(
+    broker: Broker, settings: WorkerSettings, deliver: Callable[[Result], None]
+) -> Publisher:
+    """Return a publisher with the worker's intervals; its lost executions end at the next beat."""
+    return Publisher(
+        broker,
+        deliver=deliver,
+        lost=lambda execution_id: logger.warning("text refused execution=%s", execution_id),
+        stream_interval_seconds=settings.publish_interval_seconds,
+        progress_interval_seconds=settings.progress_interval_seconds,
+    )

@@ -1,0 +1,327 @@
+"""`qsvc run`: an embedded server, a worker child and the results file, for one batch file.
+
+All state is in a folder of its own under the cache folder. Killed anywhere, the next run of the
+same command finds the server (or its append-only file) and the output, and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis import Redis, RedisError
+
+from queue_service import keys
+from queue_service.batch_file import BatchFile, open_batch
+from queue_service.batches import Batch, Batches
+from queue_service.broker import Broker
+from queue_service.connection import connect
+from queue_service.errors import BatchNotFound, ConfigurationError, QsvcError, ServerUnavailable
+from queue_service.follow import follow
+from queue_service.local_server import LocalServer, state_lock
+from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
+from queue_service.results import BatchReader
+from queue_service.settings import (
+    RedisSettings,
+    RetentionSettings,
+    SubmitSettings,
+    WorkerSettings,
+)
+from queue_service.submission import SubmitOptions, batch_id_of, submit_file
+from workers.child_settings import ChildSettings
+from workers.supervisor import CHILD, Supervisor, device_slot_lock
+
+DEMO_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a person asked `qsvc run` for."""
+
+    file: str
+    output: Path
+    errors: Path | None
+    model: str
+    unordered: bool
+    strict: bool
+    is_fresh: bool
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a run ended.
+
+    Attributes:
+        seconds: from the first line that could run to the end, this run's own work only.
+        num_done: lines that ended in this run.
+        completion_tokens: tokens generated in this run.
+    """
+
+    options: RunOptions
+    batch: Batch
+    num_written: int
+    was_stopped: bool
+    num_done: int
+    seconds: float
+    completion_tokens: int
+    log_path: Path
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time of this run."""
+        return self.completion_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_object(self) -> dict[str, Any]:
+        """Return the summary for ``--json``."""
+        return {
+            "batch": self.batch.to_object(),
+            "output": str(self.options.output),
+            "lines_written": self.num_written,
+            "stopped": self.was_stopped,
+            "run": {
+                "jobs": self.num_done,
+                "seconds": round(self.seconds, 3),
+                "completion_tokens": self.completion_tokens,
+                "tokens_per_second": round(self.tokens_per_second, 2),
+            },
+        }
+
+    def lines(self) -> list[str]:
+        """Return the summary for a person."""
+        b = self.batch
+        if self.was_stopped:
+            return [
+                f"stopped with {self.num_written} of {b.total} results in {self.options.output}; "
+                "nothing is lost: run the same command to go on",
+            ]
+        lines = [
+            f"{b.total} jobs: {b.completed} completed, {b.failed} failed"
+            + (f", {b.cancelled} cancelled" if b.cancelled else ""),
+            f"tokens: {b.prompt_tokens} in ({b.cached_tokens} cached), {b.completion_tokens} out",
+        ]
+        if self.num_done:
+            lines.append(
+                f"this run: {self.num_done} jobs in {self.seconds:.1f} s, "
+                f"{self.tokens_per_second:.1f} tokens/s"
+            )
+        else:
+            lines.append("nothing was left to do; --new runs the file again")
+        lines.append(f"results: {self.options.output}")
+        return lines
+
+
+class LocalRun:
+    """One run of `qsvc run`.
+
+    Args:
+        on_update: told the batch and the lines written, several times a second.
+        on_note: told what a person should know, once each.
+        child: the worker child's program.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        *,
+        worker: WorkerSettings,
+        submit: SubmitSettings,
+        retention: RetentionSettings,
+        cache_folder: Path,
+        on_update: Callable[[Batch, int], None],
+        on_note: Callable[[str], None],
+        child: tuple[str, ...] = CHILD,
+    ) -> None:
+        self._options = options
+        self._worker = worker.model_copy(update={"model": options.model})
+        self._submit = submit
+        self._retention = retention
+        self._cache_folder = cache_folder
+        self._on_update = on_update
+        self._on_note = on_note
+        self._child = child
+        self._stop_level = 0
+        self._supervisor: Supervisor | None = None
+        self._failure: QsvcError | None = None
+        self._alias = worker.alias or keys.alias_for(options.model)
+        self._folder = cache_folder / "runs" / _run_digest(options)
+
+    def stop(self) -> None:
+        """Stop in good order; asked again, hurry. Safe in a signal handler."""
+        self._stop_level += 1
+        if self._supervisor is not None:
+            self._supervisor.stop()
+
+    def run(self) -> Summary:
+        """Run the file to its end, or until stopped.
+
+        Raises:
+            ConfigurationError: another run of the same file and output is going on, the output
+                holds something else, or no server program is installed.
+            BatchFileError: the file is refused as a whole.
+            ModelUnavailable: the model cannot be loaded.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(state_lock(self._folder))
+            file = stack.enter_context(open_batch(self._options.file))
+            server = LocalServer(self._folder / "server")
+            redis = RedisSettings.load(url=server.start())
+            stack.callback(server.stop)
+            connection = stack.enter_context(contextlib.closing(connect(redis)))
+            try:
+                return self._run(connection, redis, file)
+            except RedisError as error:
+                raise ServerUnavailable(
+                    f"the embedded server went away ({error}); its log is {server.log_path}; "
+                    "nothing is lost: run the same command to go on"
+                ) from error
+
+    def _run(self, connection: Redis, redis: RedisSettings, file: BatchFile) -> Summary:
+        queue = keys.queue_name(self._alias)
+        key = self._key()
+        batch_id = batch_id_of(file, queue=queue, key=key)
+        output, before = self._open_output(connection, batch_id)
+        if before is not None and before.status.is_final and output.num_written >= before.total:
+            return self._summary(before, output, before, 0.0)
+        # This run owns the server: whoever held a lease is gone.
+        Broker(
+            connection,
+            worker="run",
+            queues=keys.queue_names(self._alias),
+            lease_seconds=self._worker.lease_seconds,
+        ).reap(everything=True)
+        options = SubmitOptions(
+            queue=queue,
+            model=self._options.model,
+            key=key,
+            strict=self._options.strict,
+            submit=self._submit,
+            retention=self._retention,
+        )
+        with self._running_worker(redis):
+            submitted = submit_file(connection, file, options)
+            first = before or submitted.batch
+            timer = _Timer()
+
+            def on_update(batch: Batch, num_written: int) -> None:
+                timer.see(batch)
+                self._on_update(batch, num_written)
+
+            batch = follow(
+                connection, batch_id, output, on_update=on_update, should_stop=self._must_stop
+            )
+        while output.advance():  # what ended while the worker stopped
+            pass
+        if self._failure is not None:
+            raise self._failure
+        return self._summary(Batches(connection).get(batch_id), output, first, timer.seconds)
+
+    def _key(self) -> str:
+        """Return what tells this run's batch from an earlier one of the same file."""
+        path = self._folder / "key.json"
+        if self._options.is_fresh:
+            _write_durably(path, json.dumps({"key": secrets.token_hex(8)}))
+            for output in (self._options.output, self._options.errors):
+                if output is not None:
+                    output.unlink(missing_ok=True)
+        try:
+            return str(json.loads(path.read_text())["key"])
+        except FileNotFoundError:
+            return ""
+
+    def _open_output(self, connection: Redis, batch_id: str) -> tuple[BatchOutput, Batch | None]:
+        try:
+            before = Batches(connection).get(batch_id)
+        except BatchNotFound:
+            before = None
+        order = CompletionOrder if self._options.unordered else InputOrder
+        output = BatchOutput(
+            BatchReader(connection, batch_id),
+            order(connection, batch_id),
+            OutputFile(self._options.output),
+            OutputFile(self._options.errors) if self._options.errors else None,
+        )
+        try:
+            output.resume()
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{error} (--new replaces it and runs the file from the start)"
+            ) from error
+        return output, before
+
+    @contextlib.contextmanager
+    def _running_worker(self, redis: RedisSettings) -> Iterator[None]:
+        log_path = self._folder / "worker.log"
+        settings = ChildSettings(
+            redis=redis,
+            worker=self._worker,
+            retention=self._retention,
+            alias=self._alias,
+            name=f"run-{os.getpid()}",
+            burst=False,
+        )
+        supervisor = Supervisor(settings, command=self._child, log_path=log_path)
+        self._supervisor = supervisor
+
+        def supervise() -> None:
+            try:
+                supervisor.run()
+            except QsvcError as error:
+                self._failure = error
+
+        with device_slot_lock(self._cache_folder, self._options.slot):
+            self._on_note(f"worker log: {log_path}")
+            thread = threading.Thread(target=supervise, name="supervisor")
+            thread.start()
+            try:
+                yield
+            finally:
+                supervisor.stop()
+                thread.join()
+
+    def _must_stop(self) -> bool:
+        return self._stop_level > 0 or self._failure is not None
+
+    def _summary(
+        self, batch: Batch, output: BatchOutput, before: Batch, seconds: float
+    ) -> Summary:
+        return Summary(
+            options=self._options,
+            batch=batch,
+            num_written=output.num_written,
+            was_stopped=not batch.status.is_final or output.num_written < batch.total,
+            num_done=batch.ended - before.ended,
+            seconds=seconds,
+            completion_tokens=batch.completion_tokens - before.completion_tokens,
+            log_path=self._folder / "worker.log",
+        )
+
+
+class _Timer:
+    """Measures from the first claim that was seen to the last update."""
+
+
+
+def _run_digest(options: RunOptions) -> str:
+    """Return the name of the run's folder: the same file, output and model, the same folder."""
+    file = options.file if options.file == "-" else str(Path(options.file).absolute())
+    parts = (file, str(options.output.absolute()), options.model)
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()
+
+
+def _write_durably(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

@@ -1,0 +1,44 @@
+"""The program of a worker child: ``python -m workers.main``, started by the supervisor."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+from queue_service.settings import WorkerSettings
+from workers.blas import load_blas
+from workers.child import ServedModel, run_child
+from workers.generation import EngineParts
+
+
+def load(settings: WorkerSettings) -> ServedModel:
+    """Load the model and make its engine; called on the engine thread."""
+    blas = load_blas(settings.blas_threads)
+    # MLX links its BLAS when it is imported: it has to come after the line above.
+    from workers.mlx_engine import MlxEngine
+    from workers.models import load_model
+
+    loaded = load_model(settings.model or "", dtype=settings.dtype)
+    engine = MlxEngine(
+        loaded.model,
+        eos_token_ids=loaded.info.eos_token_ids,
+        max_rows=settings.slots,
+        prefill_rows=settings.prefill_batch,
+        prefill_step_tokens=settings.prefill_step,
+    )
+    versions = f"mlx={version('mlx')} mlx-lm={version('mlx-lm')}"
+    line = (
+        f"model loaded name={loaded.info.name} device={loaded.info.device} "
+        f"dtype={loaded.info.dtype} {versions}"
+    )
+    return ServedModel(
+        parts=EngineParts(engine, loaded.tokenizer, loaded.info.eos_token_ids),
+        encoder=loaded.tokenizer,
+        info=loaded.info,
+        versions=versions,
+        log_lines=tuple(line for line in (blas, line) if line),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(load))

@@ -1,0 +1,84 @@
+"""The engine on mlx-lm's BatchGenerator: continuous batching with rows that join and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlx.nn.layers.base import Module
+from mlx_lm.generate import BatchGenerator
+
+from workers.engine import Token
+from workers.mlx_sampling import make_row_sampler
+from workers.requests import PreparedRequest
+
+
+class MlxEngine:
+    """Runs requests as rows of one BatchGenerator.
+
+    Args:
+        model: evaluated weights; used only on the thread that calls this engine.
+        eos_token_ids: a row that generates one of these leaves the batch.
+        max_rows: rows decoded together.
+        prefill_rows: rows prefilled together.
+        prefill_step_tokens: the most prompt tokens of one row in one step.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        *,
+        eos_token_ids: frozenset[int],
+        max_rows: int,
+        prefill_rows: int,
+        prefill_step_tokens: int,
+    ) -> None:
+        self._generator = BatchGenerator(
+            model,
+            stop_tokens=[[token_id] for token_id in sorted(eos_token_ids)],
+            completion_batch_size=max_rows,
+            prefill_batch_size=min(prefill_rows, max_rows),
+            prefill_step_size=prefill_step_tokens,
+        )
+        self._execution_ids: dict[int, str] = {}
+        self._uids: dict[str, int] = {}
+
+    def add(self, requests: Iterable[PreparedRequest]) -> None:
+        """Take requests in; they join the batch as rows within the next steps."""
+        requests = list(requests)
+        uids = self._generator.insert(
+            [list(request.prompt_ids) for request in requests],
+            max_tokens=[request.token_limit for request in requests],
+            samplers=[make_row_sampler(request.sampling) for request in requests],
+        )
+        for uid, request in zip(uids, requests, strict=True):
+            self._execution_ids[uid] = request.execution_id
+            self._uids[request.execution_id] = uid
+
+    def remove(self, execution_ids: Iterable[str]) -> None:
+        """Forget rows wherever they are; unknown ids are ignored."""
+        uids = [self._uids.pop(e) for e in execution_ids if e in self._uids]
+        for uid in uids:
+            del self._execution_ids[uid]
+        if uids:
+            self._generator.remove(uids)  # type: ignore[no-untyped-call]
+
+    def step(self) -> list[Token]:
+        """Decode one token for every running row and prefill one chunk of the waiting ones."""
+        _, responses = self._generator.next()  # type: ignore[no-untyped-call]
+        tokens = []
+        for response in responses:
+            execution_id = self._execution_ids[response.uid]
+            tokens.append(Token(execution_id, response.token))
+            if response.finish_reason is not None:
+                del self._execution_ids[response.uid], self._uids[execution_id]
+        return tokens
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any row is in the batch or waits for it."""
+        return bool(self._uids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows being prefilled or decoded."""
+        return len(self._uids)

@@ -1,0 +1,139 @@
+"""Turns a result into what is written to Redis for it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from queue_service.broker import Claimed, Ending, Outcome
+from queue_service.errors import QsvcError, RequestError
+from queue_service.payload import encode_value
+from queue_service.responses import Usage, completion_body
+from queue_service.settings import RetentionSettings
+from workers.requests import Generated, Refused, Result
+
+
+class TimedOut(QsvcError):
+    """The job ran longer than it said it may."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"the job ran longer than its timeout of {seconds} seconds")
+
+
+class Stopped(QsvcError):
+    """Somebody sent a stop command for the job."""
+
+    def __init__(self) -> None:
+        super().__init__("the job was stopped by a stop command")
+
+
+class WorkerLost(QsvcError):
+    """Workers were lost while running the job, more often than is allowed."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__(
+            f"{deaths} workers in a row died while running this job, before it generated "
+            "anything; it is not tried again"
+        )
+
+
+_CODES: Mapping[type[Exception], tuple[str, int]] = {
+    TimedOut: ("timeout", 504),
+    Stopped: ("stopped", 499),
+    WorkerLost: ("worker_lost", 500),
+}
+
+
+class OutcomeWriter:
+    """Knows how long things are kept and what an answer looks like.
+
+    Args:
+        fingerprint: the ``system_fingerprint`` of every answer.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        retention: RetentionSettings,
+        *,
+        fingerprint: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._retention = retention
+        self._fingerprint = fingerprint
+        self._clock = clock
+
+    def outcome(self, result: Result) -> Outcome:
+        """Return what to write for a result."""
+        if isinstance(result, Generated):
+            return self._answered(result)
+        return self._refused(result)
+
+    def _answered(self, result: Generated) -> Outcome:
+        request, now = result.request, self._clock()
+        body = completion_body(
+            request.endpoint,
+            job_id=request.claimed.job_id,
+            model=request.model,
+            created=int(now),
+            text=result.text,
+            finish_reason=result.finish_reason,
+            usage=Usage(
+                prompt_tokens=len(request.prompt_ids),
+                completion_tokens=result.completion_tokens,
+                cached_tokens=result.cached_tokens,
+            ),
+            fingerprint=self._fingerprint,
+        )
+        return Outcome(
+            ending=Ending.FINISHED,
+            payload=encode_value(body, request.encoding),
+            error=None,
+            keep_seconds=_asked(request.claimed, "result_ttl", self._retention.result_seconds),
+            ended_at=now,
+            prompt_tokens=len(request.prompt_ids),
+            completion_tokens=result.completion_tokens,
+            cached_tokens=result.cached_tokens,
+            stream_end=("e", "done", "f", result.finish_reason.value),
+            has_stream=request.stream,
+            stream_keep_seconds=self._retention.stream_seconds,
+        )
+
+    def _refused(self, result: Refused) -> Outcome:
+        error = _error_object(result.error)
+        name = f"{type(result.error).__module__}.{type(result.error).__qualname__}"
+        text = f"{name}: {result.error}"
+        if not isinstance(result.error, QsvcError):
+            text = "".join(traceback.format_exception(result.error))
+        stopped = isinstance(result.error, Stopped)
+        return Outcome(
+            ending=Ending.STOPPED if stopped else Ending.FAILED,
+            payload=text.encode("utf-8", "replace"),
+            error=error,
+            keep_seconds=_asked(result.claimed, "failure_ttl", self._retention.failure_seconds),
+            ended_at=self._clock(),
+            stream_end=("e", "error", "code", error["code"], "message", error["message"]),
+            has_stream=result.claimed.text("qsvc_stream") == "1",
+            stream_keep_seconds=self._retention.stream_seconds,
+        )
+
+
+def _error_object(error: Exception) -> dict[str, Any]:
+    if isinstance(error, RequestError):
+        return {**error.to_error(), "status_code": error.status_code}
+    code, status_code = _CODES.get(type(error), ("internal_error", 500))
+    message = str(error) if isinstance(error, QsvcError) else f"{type(error).__name__}: {error}"
+    return {
+        "message": message,
+        "type": "server_error",
+        "param": None,
+        "code": code,
+        "status_code": status_code,
+    }
+
+
+def _asked(claimed: Claimed, field: str, default: int) -> int:
+    value = claimed.number(field)
+    return default if value is None else value

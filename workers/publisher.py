@@ -1,0 +1,241 @@
+"""The publisher thread: text to job streams, token ids to progress keys, endings to the RQ thread.
+
+The engine thread only appends to buffers here. One pipeline per round writes what has gathered;
+while Redis is away the buffers grow, by no more than the rows in flight can generate.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from redis.exceptions import RedisError
+
+from queue_service.broker import Broker, Publication
+from workers.requests import Generated, PreparedRequest
+
+logger = logging.getLogger(__name__)
+
+# How long a running job's stream and progress live without a further write.
+KEEP_SECONDS = 86_400
+
+
+@dataclass(slots=True)
+class _Channel:
+    """What one row has produced and how much of it was written."""
+
+    request: PreparedRequest
+    streaming: bool
+    next_progress: float
+    text: str = ""
+    all_text: str = ""
+    num_tokens: int = 0
+    streamed_tokens: int = 0
+    unsaved_ids: array.array[int] = field(default_factory=lambda: array.array("I"))
+    has_header: bool = False
+    number: int = 0
+    in_flight: Publication | None = None
+    ended: Generated | None = None
+
+
+class Publisher:
+    """Collects what rows produce and writes it to Redis at intervals.
+
+    Args:
+        deliver: called on the publisher thread with a row's ending, after its text is written.
+        lost: called with an execution that is not ours any more.
+        stream_interval_seconds: text is gathered this long, except a row's first token.
+        progress_interval_seconds: token ids are gathered this long.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        deliver: Callable[[Generated], None],
+        lost: Callable[[str], None],
+        stream_interval_seconds: float,
+        progress_interval_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._broker = broker
+        self._deliver = deliver
+        self._lost = lost
+        self._stream_interval = stream_interval_seconds
+        self._progress_interval = progress_interval_seconds
+        self._clock = clock
+        self._channels: dict[str, _Channel] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float = 5) -> None:
+        """Write what is there once more and end the thread."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout_seconds)
+
+    # The engine thread ----------------------------------------------------------------------
+
+    def begin(self, request: PreparedRequest) -> None:
+        """A row is about to run."""
+        due = self._clock() + self._progress_interval
+        channel = _Channel(request, streaming=request.stream, next_progress=due)
+        with self._lock:
+            self._channels[request.execution_id] = channel
+
+    def advance(self, execution_id: str, token_id: int, text: str) -> None:
+        """A row generated a token; the text is what became certain with it, perhaps empty."""
+        with self._lock:
+            channel = self._channels.get(execution_id)
+            if channel is None:
+                return
+            is_first = not channel.all_text
+            channel.unsaved_ids.append(token_id)
+            channel.num_tokens += 1
+            channel.text += text
+            channel.all_text += text
+        if is_first and text and channel.streaming:
+            self._wake.set()
+
+    def end(self, generated: Generated, last_text: str) -> None:
+        """A row came to its end; the text is what had been held back."""
+        with self._lock:
+            channel = self._channels.get(generated.request.execution_id)
+            if channel is None:
+                return
+            channel.text += last_text
+            channel.num_tokens = generated.completion_tokens
+            streaming = channel.streaming
+            if streaming:
+                channel.ended = generated
+            else:
+                del self._channels[generated.request.execution_id]
+        if streaming:
+            self._wake.set()
+        else:
+            self._deliver(generated)
+
+    def drop(self, execution_id: str) -> None:
+        """A row was removed; nothing more is written for it."""
+        with self._lock:
+            self._channels.pop(execution_id, None)
+
+    # The RQ thread --------------------------------------------------------------------------
+
+    def watch(self, execution_ids: Iterable[str]) -> None:
+        """Stream these from now on; the text so far comes first."""
+        with self._lock:
+            for execution_id in execution_ids:
+                channel = self._channels.get(execution_id)
+                if channel is not None and not channel.streaming:
+                    channel.streaming = True
+                    channel.text, channel.streamed_tokens = channel.all_text, 0
+        self._wake.set()
+
+    def is_streaming(self, execution_id: str) -> bool:
+        """Whether this row's text goes to a stream."""
+        with self._lock:
+            channel = self._channels.get(execution_id)
+            return channel is not None and channel.streaming
+
+    # The publisher thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = self._stream_interval
+        while True:
+            self._wake.wait(pause)
+            self._wake.clear()
+            stopping = self._stopping
+            try:
+                self.flush()
+                pause = self._stream_interval
+            except RedisError as error:
+                pause = min(pause * 2, 1.0)
+                logger.warning("publisher: the server is away, keeping text (%s)", error)
+            if stopping:
+                return
+
+    def flush(self) -> None:
+        """Write what has gathered; what cannot be written stays and is written next time.
+
+        Raises:
+            redis.exceptions.RedisError: the server is away; nothing is lost.
+        """
+        now = self._clock()
+        with self._lock:
+            publications = [p for c in self._channels.values() if (p := self._collect(c, now))]
+        if publications:
+            kept = self._broker.publish(publications, keep_seconds=KEEP_SECONDS)
+            for publication, is_ours in zip(publications, kept, strict=True):
+                self._written(publication.claimed.execution_id, is_ours=is_ours)
+        self._deliver_ended()
+
+    def _collect(self, channel: _Channel, now: float) -> Publication | None:
+        if channel.in_flight is not None:
+            return channel.in_flight
+        entries = []
+        if channel.streaming and channel.text:
+            attempt = str(channel.request.claimed.attempt)
+            start = str(channel.streamed_tokens)
+            entries.append(["i", start, "a", attempt, "t", channel.text])
+            channel.text, channel.streamed_tokens = "", channel.num_tokens
+        progress: list[bytes] = []
+        is_due = now >= channel.next_progress
+        if channel.unsaved_ids and channel.ended is None and (entries or is_due):
+            progress = self._take_progress(channel)
+            channel.next_progress = now + self._progress_interval
+        if not entries and not progress:
+            return None
+        channel.number += 1
+        channel.in_flight = Publication(channel.request.claimed, channel.number, progress, entries)
+        return channel.in_flight
+
+    @staticmethod
+    def _take_progress(channel: _Channel) -> list[bytes]:
+        elements = []
+        if not channel.has_header:
+            header = {"seed": channel.request.sampling.seed, "v": 1}
+            elements.append(json.dumps(header).encode())
+            channel.has_header = True
+        ids = channel.unsaved_ids
+        channel.unsaved_ids = array.array("I")
+        if sys.byteorder == "big":
+            ids.byteswap()
+        elements.append(ids.tobytes())
+        return elements
+
+    def _written(self, execution_id: str, *, is_ours: bool) -> None:
+        with self._lock:
+            channel = self._channels.get(execution_id)
+            if channel is None:
+                return
+            channel.in_flight = None
+            if not is_ours:
+                del self._channels[execution_id]
+        if not is_ours:
+            self._lost(execution_id)
+
+    def _deliver_ended(self) -> None:
+        with self._lock:
+            done = [
+                channel.ended
+                for channel in self._channels.values()
+                if channel.ended is not None and not channel.text and channel.in_flight is None
+            ]
+            for generated in done:
+                del self._channels[generated.request.execution_id]
+        for generated in done:
+            self._deliver(generated)

@@ -1,0 +1,394 @@
+"""The RQ thread: an RQ worker that holds many jobs at once in one process.
+
+It does all the bookkeeping in Redis and nothing else; what generates tokens sits behind
+``Generator``. Nothing here blocks for longer than one round trip.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from redis import Redis
+from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
+from rq.suspension import is_suspended
+from rq.timeouts import BaseDeathPenalty
+from rq.utils import now
+from rq.worker import BaseWorker, WorkerStatus
+
+from queue_service.broker import Beat, Broker, Claimed
+from queue_service.rqcompat import SafeJob, SafeQueue
+from queue_service.settings import WorkerSettings
+from workers.outcomes import OutcomeWriter, Stopped, TimedOut
+from workers.preparation import timeout_seconds
+from workers.requests import Refused, Result
+
+logger = logging.getLogger(__name__)
+
+_SERVER_AWAY = (ConnectionError, TimeoutError, BusyLoadingError)
+# How long a worker that stopped beating stays listed in `rq info`.
+_WORKER_KEEP_SECONDS = 90
+_IDLE_POLL_SECONDS = 0.05
+_BUSY_POLL_SECONDS = 0.02
+_FINISH_CHUNK = 64
+
+
+class Generator(Protocol):
+    """What turns claimed jobs into results; every method returns at once."""
+
+    def submit(self, claimed: Sequence[Claimed]) -> None:
+        """Prepare and run these."""
+
+    def cancel(self, execution_ids: Iterable[str]) -> None:
+        """Forget these; nothing is delivered for them any more."""
+
+    def watch(self, execution_ids: Iterable[str]) -> None:
+        """Stream these from now on."""
+
+    def figures(self) -> Mapping[str, str]:
+        """Return what the worker's card shows."""
+
+    def stop(self) -> None:
+        """End the generator's threads."""
+
+
+class EngineFailed(Exception):
+    """The engine thread ended with an error; this process cannot go on."""
+
+
+class ResultQueue:
+    """Carries results to the RQ thread and wakes it."""
+
+    def __init__(self) -> None:
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self.wake = threading.Event()
+        self.failure: BaseException | None = None
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell the RQ thread that no more results will come."""
+        self.failure = failure
+        self.wake.set()
+
+    def put(self, result: Result) -> None:
+        """Deliver a result; any thread may call it."""
+        self._results.put(result)
+        self.wake.set()
+
+    def take_all(self) -> list[Result]:
+        """Return what has been delivered."""
+        taken = []
+        while not self._results.empty():
+            taken.append(self._results.get())
+        return taken
+
+
+class _NoDeathPenalty(BaseDeathPenalty):
+    """RQ's job timeouts by signal do not fit many jobs on one thread; ours are deadlines."""
+
+    def setup_death_penalty(self) -> None:
+        """Do nothing."""
+
+    def cancel_death_penalty(self) -> None:
+        """Do nothing."""
+
+
+class BatchWorker(BaseWorker):
+    """An RQ worker with its own loop.
+
+    Args:
+        queues: names in the order in which they are served.
+        generator: runs the jobs; results come back through ``results``.
+        outcomes: turns results into what is written to Redis.
+        model_card: published for the model's alias while the worker lives.
+    """
+
+    job_class = SafeJob
+    queue_class = SafeQueue  # type: ignore[assignment]  # RQ names the class, not its kind
+    death_penalty_class = _NoDeathPenalty  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        queues: Sequence[str],
+        *,
+        connection: Redis,
+        name: str,
+        settings: WorkerSettings,
+        generator: Generator,
+        results: ResultQueue,
+        outcomes: OutcomeWriter,
+        model_card: tuple[str, Mapping[str, str]],
+        clock: Callable[[], float] = time.monotonic,
+        on_turn: Callable[[int], None] = lambda num_running: None,
+    ) -> None:
+        super().__init__(
+            list(queues), name=name, connection=connection, serializer="json", worker_ttl=30
+        )
+        self._settings = settings
+        self._generator = generator
+        self._results = results
+        self._outcomes = outcomes
+        self._model_card = model_card
+        self._clock = clock
+        self._on_turn = on_turn
+        self._broker = Broker(
+            connection, worker=name, queues=queues, lease_seconds=settings.lease_seconds
+        )
+        self._running: dict[str, Claimed] = {}
+        self._deadlines: dict[str, float] = {}
+        self._unsaved: list[tuple[Claimed, Result]] = []
+        self._commands: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._stop_level = 0
+        self._suspended = False
+        self._connected_since = clock()
+        self.num_done = 0
+
+    # RQ's hooks -----------------------------------------------------------------------------
+
+    def _set_connection(self, connection: Redis) -> Redis:
+        # RQ would raise the socket timeout to minutes, for a blocking pop that we do not use.
+        return connection
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        """Stop claiming, give running jobs the grace period; asked again, hurry."""
+        self._stop_level += 1
+        self._results.wake.set()
+
+    def handle_payload(self, message: Mapping[str, Any]) -> None:
+        """Take a command from the worker's channel. An error here would end RQ's thread."""
+        try:
+            command = json.loads(message["data"])
+            if not isinstance(command, dict):
+                raise ValueError("a command is an object")
+        except (ValueError, KeyError, RecursionError):
+            logger.warning("worker %s: unreadable command ignored", self.name)
+            return
+        if command.get("command") == "shutdown":
+            self.request_stop(signal.SIGINT, None)
+        else:
+            self._commands.put(command)
+            self._results.wake.set()
+
+    # The loop -------------------------------------------------------------------------------
+
+    def work(self, burst: bool = False, *_: Any, **__: Any) -> bool:
+        """Serve the queues until told to stop; in burst mode until they are empty.
+
+        Returns:
+            Whether any job was done.
+        """
+        signal.signal(signal.SIGTERM, self.request_stop)
+        self._register()
+        try:
+            self._loop(burst=burst)
+        finally:
+            self._generator.stop()
+        # After a failure the worker stays listed with what it held: the supervisor hands it back.
+        try:
+            self.teardown()  # type: ignore[no-untyped-call]
+        except _SERVER_AWAY as error:
+            logger.warning("worker %s: could not sign off (%s)", self.name, error)
+        logger.info("worker stopped name=%s done=%d", self.name, self.num_done)
+        return self.num_done > 0
+
+    def _register(self) -> None:
+        self._await_name()
+        self.register_birth()  # type: ignore[no-untyped-call]
+        self.subscribe()  # type: ignore[no-untyped-call]
+        self.set_state(WorkerStatus.IDLE)
+        self._suspended = bool(is_suspended(self.connection))
+        self._heartbeat()
+        logger.info("worker started name=%s queues=%s", self.name, ",".join(self.queue_names()))
+
+    def _await_name(self) -> None:
+        """Take over the name of a worker that died; RQ refuses it for as long as it is listed."""
+        last = self.connection.hget(self.key, "last_heartbeat")
+        if last is None:
+            return
+        until = self._clock() + self._settings.lease_seconds
+        while self._clock() < until and not self._stop_level:
+            self._results.wake.wait(self._settings.beat_seconds)
+            if self.connection.hget(self.key, "last_heartbeat") != last:
+                return  # it lives: register_birth refuses the name
+        self.connection.delete(self.key)
+
+    def _loop(self, *, burst: bool) -> None:
+        due = {"beat": 0.0, "reap": 0.0}
+        stop_at: float | None = None
+        pause = 0.2
+        while True:
+            try:
+                moment = self._clock()
+                self._collect()
+                self._commit()
+                if self._results.failure is not None:
+                    raise EngineFailed("the engine failed") from self._results.failure
+                if moment >= due["beat"]:
+                    due["beat"] = moment + self._settings.beat_seconds
+                    self._heartbeat()
+                self._obey()
+                self._end_overdue(moment)
+                if moment >= due["reap"]:
+                    due["reap"] = moment + self._settings.reap_seconds
+                    self._reap(moment)
+                if self._stop_level:
+                    if stop_at is None:
+                        stop_at = moment + self._settings.grace_seconds
+                        logger.info("worker stopping name=%s running=%d", self.name, self._load())
+                    if not self._load():
+                        return
+                    if self._stop_level > 1 or moment >= stop_at:
+                        self._give_back()
+                        return
+                looked = 0 if self._stop_level else self._claim()
+                if burst and not looked and not self._load():
+                    return
+                self._on_turn(self._load())
+                if not looked:
+                    self._results.wake.wait(
+                        _BUSY_POLL_SECONDS if self._load() else _IDLE_POLL_SECONDS
+                    )
+                    self._results.wake.clear()
+                pause = 0.2
+            except _SERVER_AWAY as error:
+                logger.warning(
+                    "worker %s: the server is away, %d jobs run on, %d results wait (%s)",
+                    self.name, len(self._running), len(self._unsaved), error,
+                )  # fmt: skip
+                if self._stop_level > 1 or (stop_at is not None and self._clock() >= stop_at):
+                    return
+                self._results.wake.wait(pause)
+                self._results.wake.clear()
+                pause = min(pause * 2, 1.0)
+                self._connected_since = self._clock()
+
+    def _load(self) -> int:
+        return len(self._running) + len(self._unsaved)
+
+    def _claim(self) -> int:
+        room = self._settings.slots + self._settings.claim_ahead - self._load()
+        if room <= 0 or self._suspended:
+            return 0
+        claimed, looked = self._broker.claim(room, crash_retries=self._settings.crash_retries)
+        if not claimed:
+            return looked
+        moment = self._clock()
+        for one in claimed:
+            self._running[one.execution_id] = one
+            seconds = timeout_seconds(one)
+            if seconds is not None:
+                self._deadlines[one.execution_id] = moment + seconds
+        self._generator.submit(claimed)
+        return looked
+
+    def _collect(self) -> None:
+        for result in self._results.take_all():
+            claimed = result.claimed
+            if self._running.pop(claimed.execution_id, None) is not None:
+                self._deadlines.pop(claimed.execution_id, None)
+                self._unsaved.append((claimed, result))
+
+    def _commit(self) -> None:
+        while self._unsaved:
+            chunk = self._unsaved[:_FINISH_CHUNK]
+            outcomes = [(c, self._outcomes.outcome(result)) for c, result in chunk]
+            replies = self._broker.finish(outcomes)
+            del self._unsaved[:_FINISH_CHUNK]
+            for (claimed, _), reply in zip(outcomes, replies, strict=True):
+                if reply == "ok":
+                    self.num_done += 1
+                else:
+                    logger.warning("job result refused job=%s because=%s", claimed.job_id, reply)
+            if not self._load():
+                self._show_state()
+
+    def _heartbeat(self) -> None:
+        held = [*self._running.values(), *(claimed for claimed, _ in self._unsaved)]
+        alias, card = self._model_card
+        beat = self._broker.beat(
+            held,
+            figures=self._generator.figures(),
+            card=(alias, card),
+            keep_seconds=_WORKER_KEEP_SECONDS,
+        )
+        self.last_heartbeat = now()
+        if not beat.registered:
+            state = WorkerStatus.BUSY if held else WorkerStatus.IDLE
+            self.connection.hset(self.key, mapping={**self.serialize(), "state": state})
+        if beat.suspended != self._suspended:
+            self._suspended = beat.suspended
+            self._show_state()
+        self._forget_lost(beat)
+        self._generator.watch(beat.watched)
+
+    def _forget_lost(self, beat: Beat) -> None:
+        lost = [e for e in beat.lost if e in self._running]
+        for execution_id in lost:
+            claimed = self._running.pop(execution_id)
+            self._deadlines.pop(execution_id, None)
+            logger.warning(
+                "job taken away job=%s status=%s", claimed.job_id, beat.lost[execution_id]
+            )
+            self._broker.release(claimed)
+        self._generator.cancel(lost)
+
+    def _show_state(self) -> None:
+        if not self._load():
+            idle = WorkerStatus.SUSPENDED if self._suspended else WorkerStatus.IDLE
+            self.set_state(idle)
+
+    def _obey(self) -> None:
+        """Carry out ``stop-job``, ``stop-execution`` and our own ``beat-now``."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            name = command.get("command")
+            if name == "qsvc-beat":
+                self._heartbeat()
+            elif name in ("stop-job", "stop-execution"):
+                execution_id, job_id = command.get("execution_id"), command.get("job_id")
+                for claimed in list(self._running.values()):
+                    if claimed.execution_id == execution_id or (
+                        execution_id is None and claimed.job_id == job_id
+                    ):
+                        self._end_early(claimed, Stopped())
+
+    def _end_overdue(self, moment: float) -> None:
+        overdue = [e for e, deadline in self._deadlines.items() if moment >= deadline]
+        for execution_id in overdue:
+            claimed = self._running[execution_id]
+            self._end_early(claimed, TimedOut(timeout_seconds(claimed) or 0))
+
+    def _end_early(self, claimed: Claimed, error: Exception) -> None:
+        del self._running[claimed.execution_id]
+        self._deadlines.pop(claimed.execution_id, None)
+        self._generator.cancel([claimed.execution_id])
+        self._unsaved.append((claimed, Refused(claimed, error)))
+        self._results.wake.set()
+
+    def _reap(self, moment: float) -> None:
+        # After an outage every lease looks ended: their owners get one lease's time to beat.
+        lease = self._settings.lease_seconds
+        if moment - self._connected_since < lease:
+            return
+        if self._broker.server_uptime_seconds() < lease:
+            return
+        if self._broker.may_reap(seconds=self._settings.reap_seconds * 0.9):
+            back = self._broker.reap()
+            if back:
+                logger.warning("jobs of a lost worker put back jobs=%d", len(back))
+            for rq_queue in self.queues:
+                rq_queue.finished_job_registry.cleanup()
+                rq_queue.failed_job_registry.cleanup()
+
+    def _give_back(self) -> None:
+        self._generator.cancel(list(self._running))
+        returned = self._broker.requeue(list(self._running.values()))
+        logger.info("jobs given back name=%s jobs=%d", self.name, returned)
+        self._running.clear()
+        self._deadlines.clear()

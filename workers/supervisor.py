@@ -1,0 +1,215 @@
+"""Keeps one worker child alive: starts it, watches its engine, hands its jobs back when it dies.
+
+Never imports MLX: a Metal out-of-memory abort cannot be caught in the process it happens in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from queue_service.broker import bury_worker
+from queue_service.connection import connect
+from queue_service.errors import ConfigurationError, ModelUnavailable
+from workers.exits import EXIT_CONFIGURATION, EXIT_OK
+from workers.child_settings import ChildSettings
+
+logger = logging.getLogger(__name__)
+
+CHILD = (sys.executable, "-m", "workers.main")
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+# A child that lived this long had no fault of its start: pauses begin small again.
+_HEALTHY_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+
+
+class Supervisor:
+    """Runs a worker child and starts it again when it dies.
+
+    Args:
+        settings: told to the child through its standard input, since they may hold a password.
+        command: the child's program.
+        log_path: takes the child's log; None leaves it on standard error.
+        on_event: called with every report of the child, on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        settings: ChildSettings,
+        *,
+        command: Sequence[str] = CHILD,
+        log_path: Path | None = None,
+        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    ) -> None:
+        self._settings = settings
+        self._command = list(command)
+        self._log_path = log_path
+        self._on_event = on_event
+        self._stop_level = 0
+        self._child: subprocess.Popen[str] | None = None
+        self._fatal: str | None = None
+        self._stall = _StallWatch(settings.worker.engine_stall_seconds)
+
+    def stop(self) -> None:
+        """End the child in good order; asked again, hurry. Safe in a signal handler."""
+        self._stop_level += 1
+        child = self._child
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+
+    def run(self) -> None:
+        """Supervise until stopped, or until the child ends in good order (burst mode).
+
+        Raises:
+            ConfigurationError: the child cannot work with these settings.
+            ModelUnavailable: the model cannot be loaded.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            started = time.monotonic()
+            code = self._run_once()
+            if code == EXIT_OK:
+                return
+            self._bury()
+            if code == EXIT_CONFIGURATION:
+                raise ModelUnavailable(self._fatal or "the worker cannot start")
+            if self._stop_level:
+                return
+            if time.monotonic() - started >= _HEALTHY_SECONDS:
+                pause = _FIRST_PAUSE_SECONDS
+            logger.warning("worker died exit=%s; the next one starts in %.0f s", code, pause)
+            if self._was_stopped_within(pause):
+                return
+            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+    def _run_once(self) -> int:
+        self._stall.restart()
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self._log_path.open("ab")) if self._log_path else None
+            child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self._child = child
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(self._settings.to_json() + "\n")
+            child.stdin.flush()
+        reader = threading.Thread(target=self._read_reports, args=(child,), daemon=True)
+        reader.start()
+        if self._stop_level:  # asked to stop before there was a child to tell
+            child.send_signal(signal.SIGTERM)
+        while child.poll() is None:
+            if self._stall.has_stalled():
+                logger.error("the engine made no progress for too long; the worker is restarted")
+                child.kill()
+            time.sleep(_POLL_SECONDS)
+        reader.join(timeout=2)
+        child.stdin.close()
+        self._child = None
+        return child.returncode
+
+    def _read_reports(self, child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                logger.warning("worker said: %s", line.rstrip())
+                continue
+            if event["event"] == "fatal":
+                self._fatal = event["message"]
+            elif event["event"] == "progress":
+                self._stall.see(running=event["running"], steps=event["steps"])
+            self._on_event(event)
+
+    def _bury(self) -> None:
+        """Hand the dead child's jobs back at once instead of waiting for their leases."""
+        try:
+            with contextlib.closing(connect(self._settings.redis)) as connection:
+                jobs = bury_worker(connection, self._settings.name)
+            if jobs:
+                logger.warning("jobs of the dead worker put back jobs=%d", len(jobs))
+        except (RedisError, ConfigurationError) as error:
+            logger.warning("could not put the dead worker's jobs back, leases will (%s)", error)
+
+    def _was_stopped_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._stop_level:
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+
+def default_worker_name(alias: str, slot: str) -> str:
+    """Return a name that tells people where the worker runs."""
+    host = socket.gethostname().split(".")[0]
+    return f"{host}-{alias}-{slot.replace(':', '')}"
+
+
+class _StallWatch:
+    """Tells when rows are active and no step was made for too long."""
+
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit_seconds = limit_seconds
+        self.restart()
+
+    def restart(self) -> None:
+        self._steps = -1
+        self._since: float | None = None
+
+    def see(self, *, running: int, steps: int) -> None:
+        if steps != self._steps or running == 0:
+            self._steps = steps
+            self._since = time.monotonic() if running else None
+
+    def has_stalled(self) -> bool:
+        since = self._since
+        return since is not None and time.monotonic() - since > self._limit_seconds
+
+
+@contextlib.contextmanager
+def device_slot_lock(folder: Path, slot: str) -> Iterator[None]:
+    """Hold a device slot of this machine, so that two workers do not share one device.
+
+    Raises:
+        ConfigurationError: a worker already holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"slot-{slot.replace(':', '-')}.lock"
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise ConfigurationError(
+                f"another worker (pid {holder}) runs on {slot} of this machine; stop it, or "
+                "give this one another slot with --device-slot"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

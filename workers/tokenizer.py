@@ -1,0 +1,155 @@
+"""Text to token ids and back, and chat messages to text, for the model being served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from queue_service.errors import RequestError
+
+# Settings of the renderer itself: a request that could set them would swap the template or
+# get something else than text.
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+
+# A template is a program of the model's, run on the request's values: the ways in which one fails.
+_TEMPLATE_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TemplateError,
+    TypeError,
+    ValueError,
+)
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, narrowed to what serving needs; safe to share between threads.
+
+    Args:
+        hf: the tokenizer; it belongs to this object from here on.
+        eos_token_ids: ids that end an answer, besides the tokenizer's own.
+        apply_chat_template: renders instead of ``hf.apply_chat_template``, same arguments; for
+            models whose template is code.
+    """
+
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerBase,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        apply_chat_template: Callable[..., Any] | None = None,
+    ) -> None:
+        self._hf = hf
+        own_template = hf.apply_chat_template if hf.chat_template else None
+        self._apply_chat_template = apply_chat_template or own_template
+        own_eos = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        self.bos_token_id: int | None = hf.bos_token_id
+        self.eos_token_ids: frozenset[int] = frozenset((*eos_token_ids, *own_eos))
+        self.vocab_size: int = len(hf)
+        # The first call switches off the truncation and padding that a tokenizer.json may bring.
+        # That changes the Rust object, which another thread must not be using ("Already
+        # borrowed"); every later call only reads it.
+        self.encode("", add_special_tokens=False)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of ``text``; ``add_special_tokens`` puts the model's BOS in front.
+
+        A special token written out in ``text`` becomes that token. Lone surrogates become
+        U+FFFD. Bytes that a byte-level vocabulary lacks are left out.
+        """
+        ids: list[int] = self._hf.encode(
+            _without_lone_surrogates(text), add_special_tokens=add_special_tokens, verbose=False
+        )
+        return ids
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Return the token ids of a rendered chat, which brings its own special tokens.
+
+        One BOS is kept where template and text both wrote one. Special tokens that a user wrote
+        in a message are not told apart from the template's: this is the one place to do it.
+        """
+        ids = self.encode(rendered, add_special_tokens=False)
+        doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
+        return ids[1:] if doubled else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``, spaces untouched; ids without a token give nothing.
+
+        An incomplete character at either end comes out as U+FFFD.
+        """
+        text = self._hf.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """Return the prompt text of ``messages``, as the model's chat template writes it.
+
+        Args:
+            messages: at least one ``{"role", "content", ...}``.
+            add_generation_prompt: open the assistant's turn at the end.
+            continue_final_message: leave the last message open for the model to go on with;
+                excludes ``add_generation_prompt``.
+            template_kwargs: what the template may read: ``tools``, ``enable_thinking``, ...
+
+        Raises:
+            RequestError: the model has no template, the template refuses these messages (its own
+                text is the message), or a keyword is not the template's to read.
+        """
+        for name in sorted(_RESERVED_TEMPLATE_KWARGS & template_kwargs.keys()):
+            raise RequestError(
+                f"chat_template_kwargs.{name} cannot be set by a request",
+                param=f"chat_template_kwargs.{name}",
+            )
+        if self._apply_chat_template is None:
+            raise RequestError(
+                "this model has no chat template: send a prompt to /v1/completions instead",
+                param="messages",
+            )
+        try:
+            rendered = self._apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_kwargs,
+            )
+        except _TEMPLATE_FAILURES as exc:
+            raise RequestError(f"the chat template: {exc}", param="messages") from exc
+        return str(rendered)
+
+
+def _without_lone_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

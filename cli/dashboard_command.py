@@ -39,13 +39,14 @@ def command(
             "pip install 'qsvc[dashboard]'"
         ) from exc
     settings = RedisSettings.load(url=redis_url)
-    server = make_server(
-        connect(settings),
-        server_name=redact_url(settings.url),
-        host=host,
-        port=port,
-        login=Login(username, password) if password else None,
-    )
-    shown_host = f"[{host}]" if ":" in host else host
-    click.echo(f"http://{shown_host}:{server.port}/")
-    server.serve_forever()
+    with connect(settings) as connection:
+        server = make_server(
+            connection,
+            server_name=redact_url(settings.url),
+            host=host,
+            port=port,
+            login=Login(username, password) if password else None,
+        )
+        shown_host = f"[{host}]" if ":" in host else host
+        click.echo(f"http://{shown_host}:{server.port}/")
+        server.serve_forever()

@@ -41,9 +41,7 @@ def command(
         if overwrite:
             for file in files:
                 file.truncate(0)
-        writer = BatchOutput(
-            BatchReader(connection, batch_id), order(connection, batch_id), *files
-        )
+        writer = BatchOutput(BatchReader(connection, batch_id), order(connection, batch_id), *files)
         writer.resume()
         if is_following:
             batch = follow(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from queue_service.errors import RequestError
 
-HOW_TO_ENQUEUE = (
+_HOW_TO_ENQUEUE = (
     "Enqueue with Queue(name, connection=connection, serializer='json') and pass only dict "
     "(with string keys), list, str, int, float, bool and None."
 )
@@ -169,7 +169,7 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 def _not_plain(what: str) -> RequestError:
-    return _refusal(f"it is not plain data: it holds {what}. {HOW_TO_ENQUEUE}")
+    return _refusal(f"it is not plain data: it holds {what}. {_HOW_TO_ENQUEUE}")
 
 
 def _deflate(data: bytes) -> bytes:

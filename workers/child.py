@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from rq.version import VERSION as RQ_VERSION
 
 from queue_service.broker import Broker
-from queue_service.connection import check_server, connect
+from queue_service.connection import Level, check_server, connect
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from queue_service.responses import fingerprint
 from queue_service.settings import WorkerSettings
@@ -88,7 +88,7 @@ def run_child(load: Loader) -> int:
     try:
         settings = ChildSettings.from_json(sys.stdin.readline())
         _configure_logging(settings.worker.log_level)
-        worker = _build(settings, load, reporter)
+        worker = build_worker(settings, load, reporter)
         threading.Thread(target=_end_with_supervisor, args=(worker,), daemon=True).start()
         worker.work(burst=settings.burst)
     except EngineFailed:
@@ -104,10 +104,16 @@ def run_child(load: Loader) -> int:
     return EXIT_OK
 
 
-def _build(settings: ChildSettings, load: Loader, reporter: Reporter) -> BatchWorker:
+def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> BatchWorker:
+    """Wire one worker; returns when the model is loaded, with nothing in Redis yet.
+
+    Raises:
+        QsvcError: the server or the model cannot be used.
+    """
     connection = connect(settings.redis)
     for finding in check_server(connection):
-        logger.warning("server: %s (%s)", finding.what, finding.fix)
+        if finding.level is Level.WARNING:
+            logger.warning("server: %s; %s", finding.what, finding.fix)
     broker = Broker(
         connection,
         worker=settings.name,

@@ -27,9 +27,7 @@ class ChildSettings:
             "worker": self.worker.model_dump(mode="json"),
             "retention": self.retention.model_dump(mode="json"),
         }
-        return json.dumps(
-            {**sections, "alias": self.alias, "name": self.name, "burst": self.burst}
-        )
+        return json.dumps({**sections, "alias": self.alias, "name": self.name, "burst": self.burst})
 
     @classmethod
     def from_json(cls, line: str) -> ChildSettings:

@@ -111,7 +111,7 @@ def make_publisher(
     return Publisher(
         broker,
         deliver=deliver,
-        lost=lambda execution_id: logger.warning("text refused execution=%s", execution_id),
+        lost=lambda execution_id: logger.debug("text refused execution=%s", execution_id),
         stream_interval_seconds=settings.publish_interval_seconds,
         progress_interval_seconds=settings.progress_interval_seconds,
     )

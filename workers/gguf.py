@@ -64,8 +64,8 @@ def read_gguf(path: Path, dtype: mx.Dtype | None) -> GgufModel:
 
     Args:
         path: a ``.gguf`` file.
-        dtype: what the weights become, dequantised; None keeps the quantised ones as stored and
-            gives the rest the dtype of their scales, so that activations have one dtype.
+        dtype: what the weights become, dequantised. None keeps quantised ones packed with all
+            else in float32, and gives a file without any the dtype of its embedding.
 
     Raises:
         ModelUnavailable: the file is of a kind that is not supported.
@@ -174,14 +174,17 @@ def _build_model(args: ModelArgs, weights: Mapping[str, mx.array], dtype: mx.Dty
         for name, scales in weights.items()
         if name.endswith(".scales")
     }
-    if dtype is None:
-        quantize(model, class_predicate=_quantized_layers(bits))
-        dtype = next((weights[f"{name}.scales"].dtype for name in bits), None)
-    else:
-        weights = _dequantized(weights, bits)
-    model.load_weights(list(weights.items()))
     if dtype is not None:
-        model.set_dtype(dtype)
+        weights = _dequantized(weights, bits)
+    elif bits:
+        quantize(model, class_predicate=_quantized_layers(bits))
+        # MLX's loader makes the scales float16: too narrow for some models' activations, and
+        # hopelessly slow on a CPU.
+        dtype = mx.float32
+    else:
+        dtype = weights["model.embed_tokens.weight"].dtype
+    model.load_weights(list(weights.items()))
+    model.set_dtype(dtype)
     model.eval()
     return model
 

@@ -12,7 +12,8 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Summary:
     """How a run ended.
 
     Attributes:
-        seconds: from the first line that could run to the end, this run's own work only.
+        seconds: from the moment the model was loaded to the last result.
         num_done: lines that ended in this run.
         completion_tokens: tokens generated in this run.
     """
@@ -151,6 +152,7 @@ class LocalRun:
         self._stop_level = 0
         self._supervisor: Supervisor | None = None
         self._failure: QsvcError | None = None
+        self._ready_at: float | None = None
         self._alias = worker.alias or keys.alias_for(options.model)
         self._folder = cache_folder / "runs" / _run_digest(options)
 
@@ -210,20 +212,19 @@ class LocalRun:
         with self._running_worker(redis):
             submitted = submit_file(connection, file, options)
             first = before or submitted.batch
-            timer = _Timer()
-
-            def on_update(batch: Batch, num_written: int) -> None:
-                timer.see(batch)
-                self._on_update(batch, num_written)
-
-            batch = follow(
-                connection, batch_id, output, on_update=on_update, should_stop=self._must_stop
+            follow(
+                connection,
+                batch_id,
+                output,
+                on_update=self._on_update,
+                should_stop=self._must_stop,
             )
+            seconds = time.monotonic() - self._ready_at if self._ready_at else 0.0
         while output.advance():  # what ended while the worker stopped
             pass
         if self._failure is not None:
             raise self._failure
-        return self._summary(Batches(connection).get(batch_id), output, first, timer.seconds)
+        return self._summary(Batches(connection).get(batch_id), output, first, seconds)
 
     def _key(self) -> str:
         """Return what tells this run's batch from an earlier one of the same file."""
@@ -269,7 +270,12 @@ class LocalRun:
             name=f"run-{os.getpid()}",
             burst=False,
         )
-        supervisor = Supervisor(settings, command=self._child, log_path=log_path)
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            if event["event"] == "ready" and self._ready_at is None:
+                self._ready_at = time.monotonic()
+
+        supervisor = Supervisor(settings, command=self._child, log_path=log_path, on_event=on_event)
         self._supervisor = supervisor
 
         def supervise() -> None:
@@ -285,15 +291,14 @@ class LocalRun:
             try:
                 yield
             finally:
-                supervisor.stop()
+                if not self._stop_level:
+                    supervisor.stop()
                 thread.join()
 
     def _must_stop(self) -> bool:
         return self._stop_level > 0 or self._failure is not None
 
-    def _summary(
-        self, batch: Batch, output: BatchOutput, before: Batch, seconds: float
-    ) -> Summary:
+    def _summary(self, batch: Batch, output: BatchOutput, before: Batch, seconds: float) -> Summary:
         return Summary(
             options=self._options,
             batch=batch,
@@ -304,11 +309,6 @@ class LocalRun:
             completion_tokens=batch.completion_tokens - before.completion_tokens,
             log_path=self._folder / "worker.log",
         )
-
-
-class _Timer:
-    """Measures from the first claim that was seen to the last update."""
-
 
 
 def _run_digest(options: RunOptions) -> str:

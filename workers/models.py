@@ -16,7 +16,7 @@ import mlx_lm
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model
 
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
@@ -37,6 +37,8 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 # For models that state no limit (recurrent ones have none).
 _UNSTATED_CONTEXT_LENGTH = 1 << 20
 
+_WANTED = "a .gguf file, or a folder with config.json, safetensors and tokenizer files for mlx-lm"
+
 _MIB = 1 << 20
 _PAGE_BYTES = 4096
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
@@ -52,7 +54,7 @@ class ModelInfo:
         context_length: tokens of prompt and answer together.
         eos_token_ids: ids that end an answer.
         dtype: of the activations, with the bits of the weights where they are quantised:
-            ``float32``, ``bfloat16``, ``float16 4-bit``.
+            ``float32``, ``bfloat16``, ``float32 4-bit``.
         device: ``cpu`` or ``gpu``.
         digest: changes when the weights, the configuration or the tokenizer change: the commit of
             a Hugging Face snapshot, else a hash over the files.
@@ -91,7 +93,7 @@ def load_model(name: str, *, dtype: str = "auto") -> LoadedModel:
     """
     wanted = _wanted_dtype(dtype)
     path = _find(name)
-    with _explained(f"cannot load {name} from {path}"):
+    with _explained(f"cannot load {name} from {path} (wanted: {_WANTED})"):
         if path.is_dir():
             model, tokenizer, context_length = _load_folder(path, wanted)
         else:
@@ -134,13 +136,13 @@ def _explained(failure: str) -> Iterator[None]:
     except QsvcError:
         raise
     except Exception as exc:
-        raise ModelUnavailable(f"{failure}: {exc or type(exc).__name__}") from exc
+        raise ModelUnavailable(f"{failure}: {str(exc) or type(exc).__name__}") from exc
 
 
 def _find(name: str) -> Path:
     """Return the ``.gguf`` file or the folder that ``name`` means, fetching it if it must be."""
     if name == DEMO_MODEL:
-        return _demo_file()
+        return demo_file()
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -155,7 +157,7 @@ def _find(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
 
 
-def _demo_file() -> Path:
+def demo_file() -> Path:
     spec = find_spec(_DEMO_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
@@ -168,12 +170,13 @@ def _demo_file() -> Path:
 
 def _load_folder(folder: Path, dtype: mx.Dtype | None) -> tuple[Module, Tokenizer, int]:
     # Without trust_remote_code=False, transformers asks on the terminal whether to run the code.
-    model, wrapper, config = mlx_lm.load(
+    loaded: Any = mlx_lm.load(
         str(folder),
         tokenizer_config={"trust_remote_code": False},
         lazy=True,
         return_config=True,
     )
+    model, wrapper, config = loaded
     if dtype is not None:
         _make_dense(model, dtype)
     tokenizer = Tokenizer(
@@ -192,10 +195,18 @@ def _make_dense(model: Module, dtype: mx.Dtype) -> None:
     casts = getattr(model, "cast_predicate", lambda _: True)
 
     def cast(name: str, weight: mx.array) -> mx.array:
-        floating = mx.issubdtype(weight.dtype, mx.floating)
-        return weight.astype(dtype) if floating and casts(name) else weight
+        return weight.astype(dtype) if _is_floating(weight) and casts(name) else weight
 
-    model.update(tree_map_with_path(cast, model.parameters()))
+    model.update(tree_unflatten([(name, cast(name, w)) for name, w in _parameters(model)]))
+
+
+def _parameters(model: Module) -> list[tuple[str, mx.array]]:
+    flat: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+    return list(flat)
+
+
+def _is_floating(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
 
 
 def _context_length(config: Mapping[str, Any], tokenizer_limit: float) -> int:
@@ -207,12 +218,12 @@ def _context_length(config: Mapping[str, Any], tokenizer_limit: float) -> int:
 
 
 def _describe_dtype(model: Module) -> str:
-    arrays = [array for _, array in tree_flatten(model.parameters())]
-    kinds = Counter(a.dtype for a in arrays if mx.issubdtype(a.dtype, mx.floating))
+    kinds = Counter(array.dtype for _, array in _parameters(model) if _is_floating(array))
     dtype = str(kinds.most_common(1)[0][0]).removeprefix("mlx.core.")
+    modules: Any = model.named_modules()  # type: ignore[no-untyped-call]
     bits = {
         module.bits
-        for _, module in model.named_modules()
+        for _, module in modules
         if isinstance(module, (QuantizedLinear, QuantizedEmbedding))
     }
     return f"{dtype} {min(bits)}-bit" if bits else dtype

@@ -122,9 +122,7 @@ class Preparer:
         wanted = request.token_limit or self._limits.default_tokens or room
         return min(wanted, room, self._limits.ceiling_tokens or room)
 
-    def _sampling(
-        self, request: ChatRequest | CompletionRequest, claimed: Claimed
-    ) -> SamplingPlan:
+    def _sampling(self, request: ChatRequest | CompletionRequest, claimed: Claimed) -> SamplingPlan:
         generation = claimed.number("qsvc_generation") or 0
         return SamplingPlan(
             temperature=_given(request.temperature, self._default_temperature),

@@ -183,7 +183,8 @@ class BatchWorker(BaseWorker):
         Returns:
             Whether any job was done.
         """
-        signal.signal(signal.SIGTERM, self.request_stop)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.request_stop)
         self._register()
         try:
             self._loop(burst=burst)

@@ -25,8 +25,8 @@ from redis.exceptions import RedisError
 from queue_service.broker import bury_worker
 from queue_service.connection import connect
 from queue_service.errors import ConfigurationError, ModelUnavailable
-from workers.exits import EXIT_CONFIGURATION, EXIT_OK
 from workers.child_settings import ChildSettings
+from workers.exits import EXIT_CONFIGURATION, EXIT_OK
 
 logger = logging.getLogger(__name__)
 

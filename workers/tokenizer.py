@@ -14,9 +14,7 @@ from queue_service.errors import RequestError
 # get something else than text.
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {
-        "add_generation_prompt",
         "chat_template",
-        "continue_final_message",
         "conversation",
         "max_length",
         "messages",
@@ -106,6 +104,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

@@ -1,0 +1,110 @@
+"""Stand-ins where a test wants speed: an engine that echoes, and its tokenizer of bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from queue_service.errors import RequestError
+from workers.engine import Token
+from workers.generation import EngineParts
+from workers.model_info import ModelInfo
+from workers.requests import PreparedRequest
+
+EOS = 256
+VOCABULARY = 257
+CONTEXT = 4096
+
+
+class FakeTokenizer:
+    """One token a byte."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i != EOS).decode("utf-8", "replace")
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        if any(message["content"] == "refuse me" for message in messages):
+            raise RequestError("the template says no", param="messages")
+        return messages[-1]["content"]
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        return self.encode(rendered, add_special_tokens=False)
+
+
+@dataclass
+class _Row:
+    request: PreparedRequest
+    answer: list[int]
+    position: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Answers each prompt with itself, one token a step for every row, then EOS.
+
+    A prompt that says ``crash`` kills the process as a device fault would; one that says
+    ``fault`` raises in the step.
+    """
+
+    max_rows: int = 32
+    step_seconds: float = 0.0
+    rows: dict[str, _Row] = field(default_factory=dict)
+    batch_sizes: list[int] = field(default_factory=list)
+
+    def add(self, requests: Iterable[PreparedRequest]) -> None:
+        for request in requests:
+            answer = [*request.prompt_ids, EOS]
+            self.rows[request.execution_id] = _Row(request, answer)
+
+    def remove(self, execution_ids: Iterable[str]) -> None:
+        for execution_id in execution_ids:
+            self.rows.pop(execution_id, None)
+
+    def step(self) -> list[Token]:
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        self.batch_sizes.append(len(self.rows))
+        tokens = []
+        for execution_id, row in list(self.rows.items()):
+            text = bytes(row.request.prompt_ids)
+            if text.startswith(b"crash"):
+                import os
+
+                os.kill(os.getpid(), 9)
+            if text.startswith(b"fault"):
+                raise RuntimeError("the device is on fire")
+            token_id = row.answer[row.position]
+            row.position += 1
+            tokens.append(Token(execution_id, token_id))
+            if token_id == EOS or row.position >= row.request.token_limit:
+                del self.rows[execution_id]
+        return tokens
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+
+def fake_info(name: str = "fake") -> ModelInfo:
+    return ModelInfo(
+        name=name,
+        vocab_size=VOCABULARY,
+        context_length=CONTEXT,
+        eos_token_ids=frozenset({EOS}),
+        dtype="float32",
+        device="cpu",
+        digest="fake",
+    )
+
+
+def fake_parts(engine: FakeEngine) -> EngineParts:
+    return EngineParts(engine, FakeTokenizer(), frozenset({EOS}))

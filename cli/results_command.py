@@ -9,6 +9,7 @@ import click
 
 from cli.options import redis_option, say, server
 from queue_service.batches import Batch, Batches
+from queue_service.errors import ConfigurationError
 from queue_service.follow import follow
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
 from queue_service.results import BatchReader
@@ -42,7 +43,10 @@ def command(
             for file in files:
                 file.truncate(0)
         writer = BatchOutput(BatchReader(connection, batch_id), order(connection, batch_id), *files)
-        writer.resume()
+        try:
+            writer.resume()
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}, or replace it with --overwrite") from error
         if is_following:
             batch = follow(
                 connection, batch_id, writer, on_update=_ignore, should_stop=lambda: False

@@ -50,7 +50,8 @@ def command(
     No server to set up. Stopped or killed at any point, the same command goes on where it was
     and repeats nothing that has a result.
     """
-    from workers.local_run import DEMO_MODEL, LocalRun, RunOptions
+    from workers.local_run import LocalRun, RunOptions
+    from workers.model_info import DEMO_MODEL
 
     worker = WorkerSettings.load(
         model=model, slots=slots, dtype=dtype, blas_threads=blas_threads, device_slot=device_slot

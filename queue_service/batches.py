@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -38,11 +39,12 @@ class Status(StrEnum):
     CANCELLING = "cancelling"
     COMPLETED = "completed"
     CANCELLED = "cancelled"
+    EXPIRED = "expired"
 
     @property
     def is_final(self) -> bool:
         """Whether no line of the batch can change any more."""
-        return self in (Status.COMPLETED, Status.CANCELLED)
+        return self in (Status.COMPLETED, Status.CANCELLED, Status.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,13 @@ class Batch:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    timestamps: dict[str, int]
+    timestamps: Mapping[str, int]
+    metadata: Mapping[str, str]
+
+    @property
+    def expires_at(self) -> int | None:
+        """When lines that have not ended are given up, seconds since the epoch."""
+        return self.timestamps.get("expires_at")
 
     @property
     def ended(self) -> int:
@@ -98,7 +106,7 @@ class Batch:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": self.prompt_tokens + self.completion_tokens,
             },
-            "metadata": None,
+            "metadata": dict(self.metadata) or None,
         }
 
 
@@ -119,9 +127,23 @@ class Batches:
         self._clock = clock
 
     def create(
-        self, batch_id: str, *, endpoint: Endpoint, queue: str, model: str, retention_seconds: int
+        self,
+        batch_id: str,
+        *,
+        endpoint: Endpoint,
+        queue: str,
+        model: str,
+        retention_seconds: int,
+        expires_in_seconds: int | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> bool:
-        """Make a batch that takes lines; False when it was there already, and is unchanged."""
+        """Make a batch that takes lines; False when it was there already, and is unchanged.
+
+        Args:
+            retention_seconds: how long it is kept after its end.
+            expires_in_seconds: lines that have not ended by then are given up.
+            metadata: the caller's own words, returned with the batch.
+        """
         moment = int(self._clock())
         fields: dict[str, str | int] = {
             "endpoint": endpoint.value,
@@ -131,7 +153,10 @@ class Batches:
             "in_progress_at": moment,
             "retention_seconds": retention_seconds,
             "cursor": 0,
+            "metadata": json.dumps(dict(metadata or {}), ensure_ascii=False),
         }
+        if expires_in_seconds is not None:
+            fields["expires_at"] = moment + expires_in_seconds
         key = keys.batch(batch_id)
         with self._connection.pipeline(transaction=True) as pipeline:
             pipeline.hsetnx(key, "status", Status.IN_PROGRESS.value)
@@ -173,7 +198,19 @@ class Batches:
             completion_tokens=number("completion_tokens"),
             cached_tokens=number("cached_tokens"),
             timestamps={name: int(fields[name]) for name in _TIMESTAMPS if name in fields},
+            metadata=json.loads(fields.get("metadata") or "{}"),
         )
+
+    def newest(self, count: int) -> list[Batch]:
+        """Return the newest batches, the newest first."""
+        members: Any = self._connection.zrevrange(keys.batches(), 0, count - 1)
+        found = []
+        for member in members:
+            try:
+                found.append(self.get(member.decode()))
+            except BatchNotFound:
+                continue  # it expired; the sweeper drops its id
+        return found
 
     def lines(self, batch_id: str, *, start: int, count: int) -> list[LineRef]:
         """Return up to ``count`` lines in input order, from the one at index ``start``."""
@@ -199,6 +236,13 @@ class Batches:
         Raises:
             BatchNotFound: the server knows no such batch.
         """
+        return self._give_up(batch_id, Status.CANCELLED)
+
+    def expire(self, batch_id: str) -> int:
+        """Give up every line that has not ended, since the batch's time is over."""
+        return self._give_up(batch_id, Status.EXPIRED)
+
+    def _give_up(self, batch_id: str, ending: Status) -> int:
         batch = self.get(batch_id)
         if batch.status.is_final:
             return 0
@@ -206,19 +250,65 @@ class Batches:
             keys.batch(batch_id),
             mapping={
                 "status": Status.CANCELLING.value,
+                "ending": ending.value,
                 "submitted": "1",
                 "cancelling_at": int(self._clock()),
             },
         )
+        self._connection.delete(keys.rq_queue(keys.lane(batch.queue, batch_id)))
         cancelled = 0
-        ids: list[str] = []
-        for ref in self.all_lines(batch_id):
-            ids.append(keys.job_id(batch_id, ref.line))
-            if len(ids) == _PAGE_LINES:
-                cancelled += self._cancel_jobs(ids)
-                ids = []
-        # Also with no ids left: it ends a batch all of whose lines had ended.
-        return cancelled + self._cancel_jobs(ids, batch_id)
+        for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
+            cancelled += self._cancel_jobs([keys.job_id(batch_id, ref.line) for ref in page])
+        # Also with nothing left: it ends a batch all of whose lines had ended.
+        return cancelled + self._cancel_jobs([], batch_id)
+
+    def retry_failed(self, batch_id: str) -> int:
+        """Run the lines again that failed or were cancelled; return how many.
+
+        Lines that were refused before they were queued stay refused.
+
+        Raises:
+            BatchNotFound: the server knows no such batch.
+        """
+        self.get(batch_id)
+        count = 0
+        for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
+            count += len(self.retry_jobs([keys.job_id(batch_id, ref.line) for ref in page]))
+        return count
+
+    def retry_jobs(self, job_ids: Sequence[str]) -> list[str]:
+        """Give failed, stopped or cancelled jobs a new generation; return those that were."""
+        queued = self._scripts.call("retry", [], [utcformat(now()), *job_ids])
+        return [job_id.decode() for job_id in queued]
+
+    def delete(self, batch_id: str) -> None:
+        """Cancel a batch and delete it with everything it owns: jobs, results, streams.
+
+        Raises:
+            BatchNotFound: the server knows no such batch.
+        """
+        batch = self.get(batch_id)
+        self.cancel(batch_id)
+        for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
+            with self._connection.pipeline(transaction=False) as pipeline:
+                for ref in page:
+                    job_id = keys.job_id(batch_id, ref.line)
+                    pipeline.delete(
+                        keys.rq_job(job_id),
+                        keys.rq_results(job_id),
+                        keys.stream(job_id),
+                        f"{keys.RQ}:executions:{job_id}",
+                    )
+                    for registry in (keys.rq_finished, keys.rq_failed, keys.rq_canceled):
+                        pipeline.zrem(registry(batch.queue), job_id)
+                pipeline.execute()
+        self._connection.delete(
+            keys.batch(batch_id),
+            keys.batch_lines(batch_id),
+            keys.batch_done(batch_id),
+            keys.batch_errors(batch_id),
+        )
+        self._connection.zrem(keys.batches(), batch_id)
 
     def cancel_job(self, job_id: str) -> bool:
         """Cancel one job; False when it had ended already.
@@ -239,3 +329,9 @@ class Batches:
             channel = f"{keys.RQ}:pubsub:{worker.decode()}"
             self._connection.publish(channel, json.dumps({"command": "qsvc-beat"}))
         return int(count)
+
+
+def _batched(refs: Iterator[LineRef], size: int) -> Iterator[list[LineRef]]:
+    """Yield lists of up to ``size``; itertools.batched needs Python 3.12."""
+    while page := list(itertools.islice(refs, size)):
+        yield page

@@ -17,6 +17,11 @@ from rq.utils import now, utcformat
 from queue_service import keys
 from queue_service.scripts import Arg, Scripts
 
+# A transient failure is tried again so often before it counts as the job's own.
+_MOST_TRANSIENT_TRIES = 5
+# A worker that dies between a job's end and its aftercare leaves it to others after this.
+_AFTERCARE_SECONDS = 120
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
@@ -78,6 +83,8 @@ class Outcome:
         payload: the serialized return value when finished, else the text for RQ's exc_string.
         error: the OpenAI error object with ``status_code``; None when finished.
         keep_seconds: how long job and result stay; 0 deletes at once, -1 keeps for ever.
+        may_retry: the job's own ``Retry`` applies when it failed this way.
+        retry_seconds: the failure is transient, try again after so long; None: it is not.
         stream_end: fields of the stream's last entry.
         has_stream: the job's stream is ended even when nothing was written to it yet.
         ended_at: seconds since the epoch.
@@ -94,6 +101,8 @@ class Outcome:
     stream_end: Sequence[str] = ("e", "done")
     has_stream: bool = False
     stream_keep_seconds: int = 600
+    may_retry: bool = False
+    retry_seconds: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +162,22 @@ class Broker:
             self._lease_seconds,
             count,
             crash_retries,
+            keys.FORMAT_VERSION,
         ]
         args += [uuid.uuid4().hex for _ in range(count)]
         rows, looked = self._scripts.call(
             "claim",
-            [self._worker_key, self._executions_key, f"{keys.RQ}:suspended"]
-            + [k for q in self._queues for k in (keys.rq_queue(q), keys.rq_started(q))],
+            [
+                self._worker_key,
+                self._executions_key,
+                f"{keys.RQ}:suspended",
+                f"{keys.RQ}:queues",
+                *(
+                    key
+                    for q in self._queues
+                    for key in (keys.rq_queue(q), keys.rq_started(q), keys.lanes(q))
+                ),
+            ],
             args,
         )
         claimed = [
@@ -176,8 +195,10 @@ class Broker:
     def finish(self, outcomes: Sequence[tuple[Claimed, Outcome]]) -> list[str]:
         """End executions in one round trip; return what became of each.
 
-        ``ok`` is accepted. ``lost`` (the lease was gone) and a status such as ``canceled`` or
-        ``deleted`` mean that the outcome was refused and left no trace.
+        ``ok`` is accepted; ``aftercare`` too, and dependents or callbacks are to be seen to;
+        ``retry`` is accepted, and the job will run again. ``lost`` (the lease was gone) and a
+        status such as ``canceled`` or ``deleted`` mean that the outcome was refused and left no
+        trace.
         """
         calls = [self._finish_call(claimed, outcome) for claimed, outcome in outcomes]
         return [reply.decode() for reply in self._scripts.call_many("finish", calls)]
@@ -191,6 +212,9 @@ class Broker:
             registry(claimed.queue),
             self._worker_key,
             self._executions_key,
+            keys.rq_queue(claimed.queue),
+            keys.rq_scheduled(claimed.queue),
+            keys.aftercare(claimed.queue),
         ]
         args: list[Arg] = [
             claimed.job_id,
@@ -212,6 +236,10 @@ class Broker:
             json.dumps(list(outcome.stream_end), ensure_ascii=False),
             outcome.stream_keep_seconds,
             "1" if outcome.has_stream else "0",
+            "1" if outcome.may_retry else "0",
+            "" if outcome.retry_seconds is None else outcome.retry_seconds,
+            _MOST_TRANSIENT_TRIES,
+            _AFTERCARE_SECONDS,
         ]
         return script_keys, args
 
@@ -310,6 +338,44 @@ class Broker:
             "reap", [([keys.rq_started(q), keys.rq_queue(q)], [flag]) for q in self._queues]
         )
         return [job_id.decode() for reply in replies for job_id in reply]
+
+    def schedule(self) -> tuple[int, list[tuple[str, str]]]:
+        """Queue the jobs whose time has come; return how many, and those under a rate limit.
+
+        The latter as pairs of queue and job id: RQ's own code has to find them a slot.
+        """
+        replies = self._scripts.call_many(
+            "schedule",
+            [
+                ([keys.rq_scheduled(q), keys.rq_queue(q), f"{keys.RQ}:queues"], [utcformat(now())])
+                for q in self._queues
+            ],
+        )
+        limited = [
+            (queue, job_id.decode())
+            for queue, (_, ids) in zip(self._queues, replies, strict=True)
+            for job_id in ids
+        ]
+        return sum(int(count) for count, _ in replies), limited
+
+    def run_alone(self, claimed: Claimed) -> None:
+        """Note that a suspect is about to run with no neighbour: its next death is its own."""
+        self._connection.hset(keys.rq_job(claimed.job_id), "qsvc_alone", "1")
+
+    def due_aftercare(self) -> list[tuple[str, str]]:
+        """Return ended jobs, as (queue, job id), whose aftercare another worker did not finish.
+
+        Each is ours for a while: it is due again later unless ``cared_for`` is told.
+        """
+        due: list[tuple[str, str]] = []
+        for queue in self._queues:
+            ids: Any = self._scripts.call("due", [keys.aftercare(queue)], [_AFTERCARE_SECONDS])
+            due += [(queue, job_id.decode()) for job_id in ids]
+        return due
+
+    def cared_for(self, queue: str, job_id: str) -> None:
+        """Forget the aftercare of a job; it is done."""
+        self._connection.zrem(keys.aftercare(queue), job_id)
 
     def may_reap(self, *, seconds: float) -> bool:
         """Take the turn to reap for this many seconds; False when another worker has it."""

@@ -8,6 +8,8 @@ from rq.defaults import RQ_KEY_PREFIX
 
 RQ: str = RQ_KEY_PREFIX
 PREFIX = "qsvc"
+# Version of the job hash and its payload. A worker leaves jobs of a newer one where they are.
+FORMAT_VERSION = 1
 DEFAULT_QUEUE = "qsvc:default"
 
 
@@ -52,6 +54,16 @@ def rq_finished(queue: str) -> str:
 def rq_failed(queue: str) -> str:
     """Sorted set of failed and stopped job ids, scored by when they expire."""
     return f"{RQ}:failed:{queue}"
+
+
+def rq_canceled(queue: str) -> str:
+    """Sorted set of cancelled job ids, scored by when they expire."""
+    return f"{RQ}:canceled:{queue}"
+
+
+def rq_scheduled(queue: str) -> str:
+    """Sorted set of job ids that wait for a time, scored by it."""
+    return f"{RQ}:scheduled:{queue}"
 
 
 def rq_job(job_id: str) -> str:
@@ -105,6 +117,27 @@ def batch_done(batch_id: str) -> str:
 def batch_errors(batch_id: str) -> str:
     """Hash from line number to the error of a line that was refused before queueing."""
     return f"{PREFIX}:batch:{batch_id}:errors"
+
+
+def lane(queue: str, batch_id: str) -> str:
+    """RQ queue of its own that holds the waiting lines of one batch."""
+    return f"{queue}:{batch_id}"
+
+
+def lanes(queue: str) -> str:
+    """List of a queue's lanes in the order of their turns; ``-`` is the queue itself."""
+    return f"{PREFIX}:lanes:{queue}"
+
+
+def aftercare(queue: str) -> str:
+    """Sorted set of ended jobs with dependents or callbacks still to see to, scored by when."""
+    return f"{PREFIX}:aftercare:{queue}"
+
+
+def submit_key(queue: str, key: str) -> str:
+    """String: the batch that a caller's own key stands for."""
+    digest = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    return f"{PREFIX}:key:{queue}:{digest}"
 
 
 def batches() -> str:

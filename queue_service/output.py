@@ -1,7 +1,7 @@
 """Writes a batch's output lines to a file that grows, and goes on in it after any crash.
 
 The file itself says how far it is: its lines carry the ids of the batch's lines. A last line
-without its end was torn by a crash and is cut off.
+without its end was torn by a crash and is cut off; a file with anything else in it is refused.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ class OutputFile:
             if not isinstance(line, dict):
                 return
             yield line, offset
+
+    def is_torn_at(self, offset: int, start: bytes) -> bool:
+        """Whether nothing follows but a part of one line that begins with ``start``."""
+        self._file.seek(offset)
+        rest = self._file.readline()
+        return not rest.endswith(b"\n") and start.startswith(rest[: len(start)])
 
     def truncate(self, size: int) -> None:
         """Cut the file to this many bytes and go on from there."""
@@ -130,6 +136,9 @@ class BatchOutput:
         order: the lines as they come in the file.
         output: takes the lines.
         errors: takes the lines without an answer; None puts them into the output too.
+
+    Raises:
+        ConfigurationError: both are the same file.
     """
 
     def __init__(
@@ -139,6 +148,11 @@ class BatchOutput:
         output: OutputFile,
         errors: OutputFile | None = None,
     ) -> None:
+        if errors is not None and errors.path.samefile(output.path):
+            raise ConfigurationError(
+                f"{output.path} cannot take results and errors as two files; leave the file for "
+                "errors out to have both in one"
+            )
         self._reader = reader
         self._order = order
         self._output = output
@@ -165,10 +179,12 @@ class BatchOutput:
                 taken += 1
             self._order.skip(taken)
             self.num_written += taken
-        # A crash between the writes to two files leaves one of them ahead; its surplus comes again.
         prefix = output_line_id(self._reader.job_id(LineRef(0, ""))).removesuffix("0")
         for head in heads:
-            head.cut(surplus=prefix if len(heads) > 1 else None)
+            # A crash between the writes to two files leaves one ahead; its surplus comes again.
+            head.check(prefix, may_be_ahead=len(heads) > 1)
+        for head in heads:
+            head.cut()
         return self.num_written
 
     def advance(self) -> int:
@@ -206,13 +222,21 @@ class _Head:
         if following is not None:
             self.line_id, self._next_end = str(following[0].get("id")), following[1]
 
-    def cut(self, *, surplus: str | None) -> None:
-        """Cut off a torn line, and whole ones only when their id begins with ``surplus``."""
-        if self.line_id is not None and (surplus is None or not self.line_id.startswith(surplus)):
+    def check(self, prefix: str, *, may_be_ahead: bool) -> None:
+        """Refuse a file that holds something else than a batch whose lines' ids have a prefix."""
+        if self.line_id is None:
+            start = json.dumps({"id": prefix}).removesuffix('"}').encode()
+            is_ours = self.file.is_torn_at(self._end, start)
+        else:
+            is_ours = may_be_ahead and self.line_id.startswith(prefix)
+        if not is_ours:
             raise ConfigurationError(
-                f"{self.file.path} holds lines that are not this batch's results in this order; "
-                "move it away, name another file, or replace it with --overwrite"
+                f"{self.file.path} holds something else than this batch's results in this order; "
+                "move it away, or name another file"
             )
+
+    def cut(self) -> None:
+        """Cut off what was not taken."""
         self.file.truncate(self._end)
 
 

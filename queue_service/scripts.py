@@ -27,12 +27,16 @@ class Scripts:
         "bury",
         "cancel",
         "claim",
+        "due",
         "enqueue",
         "finish",
         "publish",
         "reap",
         "release",
         "requeue",
+        "retry",
+        "schedule",
+        "sweep",
     )
 
     def __init__(self, connection: Redis) -> None:

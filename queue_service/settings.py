@@ -145,6 +145,11 @@ class WorkerSettings(Section):
     queues: Annotated[tuple[Name, ...], NoDecode] = Field(
         (), description="More queues to claim from, after the model's own (comma-separated)."
     )
+    callbacks: Annotated[tuple[Name, ...], NoDecode] = Field(
+        (),
+        description="Callbacks that jobs may name, as module.function (comma-separated); every"
+        " other is refused.",
+    )
     serve_default: bool = Field(True, description="Also claim jobs from the queue qsvc:default.")
     name: Name | None = Field(None, description="Worker's name in Redis; unset: host and pid.")
     slots: PositiveInt = Field(32, description="Rows in one batch.")
@@ -159,8 +164,10 @@ class WorkerSettings(Section):
     grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         10.0, description="Time that running jobs get to finish after SIGTERM."
     )
-    crash_retries: NonNegativeInt = Field(
-        2, description="How often a job is tried again after a worker died with it."
+    crash_retries: PositiveInt = Field(
+        2,
+        description="Workers that may die with a job, in company and before it generates anything,"
+        " until it runs alone; one more death, alone, fails it.",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16", "stored"] = Field(
         "auto", description="Type of weights and activations; auto: what suits model and device."
@@ -193,7 +200,7 @@ class WorkerSettings(Section):
         0.5, description="Time between two writes of the tokens so far, kept for a takeover."
     )
 
-    @field_validator("queues", mode="before")
+    @field_validator("queues", "callbacks", mode="before")
     @classmethod
     def _split_at_commas(cls, queues: object) -> object:
         if not isinstance(queues, str):
@@ -239,6 +246,10 @@ class SubmitSettings(Section):
     table: ClassVar[str] = "submit"
 
     chunk_lines: PositiveInt = Field(200, description="Lines enqueued in one round trip.")
+    window_lines: PositiveInt = Field(
+        50_000,
+        description="Lines of one batch that wait in Redis at a time; submit feeds the rest.",
+    )
     max_lines: PositiveInt | None = Field(
         None, description="Most lines a file may have; unset: no limit."
     )

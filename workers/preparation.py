@@ -38,7 +38,7 @@ class Limits:
 class PromptEncoder(Protocol):
     """What is asked of a tokenizer here."""
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], /) -> str:
         """Return the prompt text of a chat; raises RequestError with the template's words."""
 
     def encode_chat(self, rendered: str) -> list[int]:
@@ -54,6 +54,7 @@ class Preparer:
     Args:
         model: the name that answers carry.
         default_temperature: used when a request names none.
+        allowed_callbacks: names that a job may have called at its end.
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class Preparer:
         *,
         model: str,
         default_temperature: float = 1.0,
+        allowed_callbacks: frozenset[str] = frozenset(),
     ) -> None:
         self._encoder = encoder
         self._limits = limits
         self._model = model
         self._default_temperature = default_temperature
+        self._allowed_callbacks = allowed_callbacks
 
     def prepare(self, claimed: Claimed) -> PreparedRequest:
         """Make one job ready.
@@ -75,6 +78,7 @@ class Preparer:
         Raises:
             RequestError: it can never run; the error says what is wrong with which field.
         """
+        self._check_followers(claimed)
         call = decode_call(claimed.fields.get("data", b""))
         endpoint, body = _endpoint_and_body(call)
         request = parse_request(endpoint, body)
@@ -90,6 +94,19 @@ class Preparer:
             stream=bool(request.stream) or claimed.text("qsvc_stream") == "1",
             encoding=call.encoding,
         )
+
+    def _check_followers(self, claimed: Claimed) -> None:
+        """Refuse a job whose end would import a name or call a URL that came from Redis."""
+        for kind in ("success", "failure", "stopped"):
+            name = claimed.text(f"{kind}_callback_name")
+            if name is not None and name not in self._allowed_callbacks:
+                raise RequestError(
+                    f"the {kind} callback is not one that this worker allows; name it in "
+                    "QSVC_WORKER_CALLBACKS there",
+                    code="callback_not_allowed",
+                )
+        if claimed.text("webhooks") not in (None, "[]"):
+            raise RequestError("webhooks are not supported", code="webhook_not_allowed")
 
     def _encode(self, request: ChatRequest | CompletionRequest) -> list[int]:
         if isinstance(request, ChatRequest):

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from redis import Redis
 from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
+from rq.exceptions import NoSuchJobError
 from rq.suspension import is_suspended
 from rq.timeouts import BaseDeathPenalty
 from rq.utils import now
@@ -26,6 +27,8 @@ from rq.worker import BaseWorker, WorkerStatus
 from queue_service.broker import Beat, Broker, Claimed
 from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
+from queue_service.sweeper import Sweeper
+from workers.aftercare import Aftercare
 from workers.outcomes import OutcomeWriter, Stopped, TimedOut
 from workers.preparation import timeout_seconds
 from workers.requests import Refused, Result
@@ -38,6 +41,9 @@ _WORKER_KEEP_SECONDS = 90
 _IDLE_POLL_SECONDS = 0.05
 _BUSY_POLL_SECONDS = 0.02
 _FINISH_CHUNK = 64
+_SCHEDULE_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Generator(Protocol):
@@ -89,6 +95,23 @@ class ResultQueue:
         return taken
 
 
+class _Due:
+    """Says when something that is done at intervals is to be done again; at first at once."""
+
+    def __init__(self, interval_seconds: float, clock: Callable[[], float]) -> None:
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._next = clock()
+
+    def has_come(self) -> bool:
+        """Whether it is time; if so, the next time is one interval from now."""
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + self._interval_seconds
+        return True
+
+
 class _NoDeathPenalty(BaseDeathPenalty):
     """RQ's job timeouts by signal do not fit many jobs on one thread; ours are deadlines."""
 
@@ -106,11 +129,13 @@ class BatchWorker(BaseWorker):
         queues: names in the order in which they are served.
         generator: runs the jobs; results come back through ``results``.
         outcomes: turns results into what is written to Redis.
+        aftercare: sees to callbacks and dependents of ended jobs.
+        broker: the scripts, for these queues and this name.
         model_card: published for the model's alias while the worker lives.
     """
 
     job_class = SafeJob
-    queue_class = SafeQueue  # type: ignore[assignment]  # RQ names the class, not its kind
+    queue_class = SafeQueue
     death_penalty_class = _NoDeathPenalty  # type: ignore[assignment]
 
     def __init__(
@@ -123,6 +148,8 @@ class BatchWorker(BaseWorker):
         generator: Generator,
         results: ResultQueue,
         outcomes: OutcomeWriter,
+        aftercare: Aftercare,
+        broker: Broker,
         model_card: tuple[str, Mapping[str, str]],
         clock: Callable[[], float] = time.monotonic,
         on_turn: Callable[[int], None] = lambda num_running: None,
@@ -134,18 +161,24 @@ class BatchWorker(BaseWorker):
         self._generator = generator
         self._results = results
         self._outcomes = outcomes
+        self._aftercare = aftercare
+        self._broker = broker
+        self._sweeper = Sweeper(connection)
         self._model_card = model_card
         self._clock = clock
         self._on_turn = on_turn
-        self._broker = Broker(
-            connection, worker=name, queues=queues, lease_seconds=settings.lease_seconds
-        )
         self._running: dict[str, Claimed] = {}
         self._deadlines: dict[str, float] = {}
         self._unsaved: list[tuple[Claimed, Result]] = []
         self._commands: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._stop_level = 0
+        self._stop_at: float | None = None
+        self._beat_due = _Due(settings.beat_seconds, clock)
+        self._schedule_due = _Due(_SCHEDULE_SECONDS, clock)
+        self._maintenance_due = _Due(settings.reap_seconds, clock)
         self._suspended = False
+        self._suspects: list[Claimed] = []
+        self._alone: str | None = None
         self._connected_since = clock()
         self.num_done = 0
 
@@ -190,6 +223,7 @@ class BatchWorker(BaseWorker):
             self._loop(burst=burst)
         finally:
             self._generator.stop()
+            self._aftercare.stop()
         # After a failure the worker stays listed with what it held: the supervisor hands it back.
         try:
             self.teardown()  # type: ignore[no-untyped-call]
@@ -220,61 +254,76 @@ class BatchWorker(BaseWorker):
         self.connection.delete(self.key)
 
     def _loop(self, *, burst: bool) -> None:
-        due = {"beat": 0.0, "reap": 0.0}
-        stop_at: float | None = None
-        pause = 0.2
+        pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                moment = self._clock()
-                self._collect()
-                self._commit()
-                if self._results.failure is not None:
-                    raise EngineFailed("the engine failed") from self._results.failure
-                if moment >= due["beat"]:
-                    due["beat"] = moment + self._settings.beat_seconds
-                    self._heartbeat()
-                self._obey()
-                self._end_overdue(moment)
-                if moment >= due["reap"]:
-                    due["reap"] = moment + self._settings.reap_seconds
-                    self._reap(moment)
-                if self._stop_level:
-                    if stop_at is None:
-                        stop_at = moment + self._settings.grace_seconds
-                        logger.info("worker stopping name=%s running=%d", self.name, self._load())
-                    if not self._load():
-                        return
-                    if self._stop_level > 1 or moment >= stop_at:
-                        self._give_back()
-                        return
-                looked = 0 if self._stop_level else self._claim()
-                if burst and not looked and not self._load():
+                if not self._turn(burst=burst):
                     return
-                self._on_turn(self._load())
-                if not looked:
-                    self._results.wake.wait(
-                        _BUSY_POLL_SECONDS if self._load() else _IDLE_POLL_SECONDS
-                    )
-                    self._results.wake.clear()
-                pause = 0.2
+                pause = _FIRST_PAUSE_SECONDS
             except _SERVER_AWAY as error:
                 logger.warning(
-                    "worker %s: the server is away, %d jobs run on, %d results wait (%s)",
+                    "the server is away name=%s running=%d results_waiting=%d (%s)",
                     self.name, len(self._running), len(self._unsaved), error,
                 )  # fmt: skip
-                if self._stop_level > 1 or (stop_at is not None and self._clock() >= stop_at):
+                if self._is_out_of_grace():
                     return
-                self._results.wake.wait(pause)
-                self._results.wake.clear()
-                pause = min(pause * 2, 1.0)
+                self._rest(pause)
+                pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
                 self._connected_since = self._clock()
+
+    def _turn(self, *, burst: bool) -> bool:
+        """Do everything that is due once; False when the worker should end."""
+        self._collect()
+        self._commit()
+        if self._results.failure is not None:
+            raise EngineFailed("the engine failed") from self._results.failure
+        if self._beat_due.has_come():
+            self._heartbeat()
+        self._obey()
+        self._end_overdue(self._clock())
+        self._run_suspects()
+        if self._schedule_due.has_come():
+            self._schedule()
+        if self._maintenance_due.has_come():
+            self._maintain()
+        if self._stop_level:
+            return self._wind_down()
+        looked = self._claim()
+        self._on_turn(self._load())
+        if looked:
+            return True
+        if burst and not self._load() and not self._aftercare.is_busy:
+            return False
+        self._rest(_BUSY_POLL_SECONDS if self._load() else _IDLE_POLL_SECONDS)
+        return True
+
+    def _wind_down(self) -> bool:
+        """Let what runs finish within the grace period; give back what does not."""
+        if self._stop_at is None:
+            self._stop_at = self._clock() + self._settings.grace_seconds
+            logger.info("worker stopping name=%s running=%d", self.name, self._load())
+        if not self._load():
+            return False
+        if self._is_out_of_grace():
+            self._give_back()
+            return False
+        self._rest(_BUSY_POLL_SECONDS)
+        return True
+
+    def _is_out_of_grace(self) -> bool:
+        is_over = self._stop_at is not None and self._clock() >= self._stop_at
+        return self._stop_level > 1 or is_over
+
+    def _rest(self, seconds: float) -> None:
+        self._results.wake.wait(seconds)
+        self._results.wake.clear()
 
     def _load(self) -> int:
         return len(self._running) + len(self._unsaved)
 
     def _claim(self) -> int:
         room = self._settings.slots + self._settings.claim_ahead - self._load()
-        if room <= 0 or self._suspended:
+        if room <= 0 or self._suspended or self._suspects or self._alone in self._running:
             return 0
         claimed, looked = self._broker.claim(room, crash_retries=self._settings.crash_retries)
         if not claimed:
@@ -285,8 +334,24 @@ class BatchWorker(BaseWorker):
             seconds = timeout_seconds(one)
             if seconds is not None:
                 self._deadlines[one.execution_id] = moment + seconds
-        self._generator.submit(claimed)
+        suspects = [one for one in claimed if self._is_suspect(one)]
+        self._suspects += suspects
+        self._generator.submit([one for one in claimed if one not in suspects])
         return looked
+
+    def _is_suspect(self, claimed: Claimed) -> bool:
+        """Whether it has lost as many workers as it may in company; one more is refused there."""
+        return claimed.deaths == self._settings.crash_retries
+
+    def _run_suspects(self) -> None:
+        """Start a job that may kill its worker when nothing else runs that it would take along."""
+        self._suspects = [s for s in self._suspects if s.execution_id in self._running]
+        if self._suspects and len(self._running) == len(self._suspects):
+            suspect = self._suspects.pop(0)
+            self._alone = suspect.execution_id
+            logger.warning("suspect runs alone job=%s deaths=%d", suspect.job_id, suspect.deaths)
+            self._broker.run_alone(suspect)
+            self._generator.submit([suspect])
 
     def _collect(self) -> None:
         for result in self._results.take_all():
@@ -302,8 +367,12 @@ class BatchWorker(BaseWorker):
             replies = self._broker.finish(outcomes)
             del self._unsaved[:_FINISH_CHUNK]
             for (claimed, _), reply in zip(outcomes, replies, strict=True):
-                if reply == "ok":
+                if reply in ("ok", "aftercare"):
                     self.num_done += 1
+                    if reply == "aftercare":
+                        self._aftercare.see_to(claimed.queue, claimed.job_id)
+                elif reply == "retry":
+                    logger.info("job will be tried again job=%s", claimed.job_id)
                 else:
                     logger.warning("job result refused job=%s because=%s", claimed.job_id, reply)
             if not self._load():
@@ -372,20 +441,47 @@ class BatchWorker(BaseWorker):
         self._unsaved.append((claimed, Refused(claimed, error)))
         self._results.wake.set()
 
-    def _reap(self, moment: float) -> None:
+    def _schedule(self) -> None:
+        """Queue what has come due. RQ's own scheduler would fork a process with MLX in it."""
+        count, limited = self._broker.schedule()
+        if count:
+            logger.info("scheduled jobs queued jobs=%d", count)
+        for queue_name, job_id in limited:
+            self._queue_under_limit(queue_name, job_id)
+
+    def _queue_under_limit(self, queue_name: str, job_id: str) -> None:
+        rq_queue = SafeQueue(queue_name, connection=self.connection)
+        with self.connection.pipeline() as pipeline:
+            rq_queue.scheduled_job_registry.remove(job_id, pipeline=pipeline)
+            try:
+                job = SafeJob.fetch(job_id, connection=self.connection)
+            except NoSuchJobError:
+                pipeline.execute()
+                return
+            rq_queue._enqueue_rate_limited_job(
+                job, pipeline=pipeline, at_front=job.should_enqueue_at_front()
+            )
+            pipeline.execute()
+
+    def _maintain(self) -> None:
         # After an outage every lease looks ended: their owners get one lease's time to beat.
         lease = self._settings.lease_seconds
-        if moment - self._connected_since < lease:
+        if self._clock() - self._connected_since < lease:
             return
         if self._broker.server_uptime_seconds() < lease:
             return
-        if self._broker.may_reap(seconds=self._settings.reap_seconds * 0.9):
-            back = self._broker.reap()
-            if back:
-                logger.warning("jobs of a lost worker put back jobs=%d", len(back))
-            for rq_queue in self.queues:
-                rq_queue.finished_job_registry.cleanup()
-                rq_queue.failed_job_registry.cleanup()
+        if not self._broker.may_reap(seconds=self._settings.reap_seconds * 0.9):
+            return
+        back = self._broker.reap()
+        if back:
+            logger.warning("jobs of a lost worker put back jobs=%d", len(back))
+        for queue_name, job_id in self._broker.due_aftercare():
+            self._aftercare.see_to(queue_name, job_id)
+        for rq_queue in self.queues:
+            rq_queue.finished_job_registry.cleanup()
+            rq_queue.failed_job_registry.cleanup()
+            rq_queue.canceled_job_registry.cleanup()
+        self._sweeper.sweep()
 
     def _give_back(self) -> None:
         self._generator.cancel(list(self._running))

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 
 from queue_service.broker import bury_worker
 from queue_service.connection import connect
-from queue_service.errors import ConfigurationError, ModelUnavailable
+from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from workers.child_settings import ChildSettings
 from workers.exits import EXIT_CONFIGURATION, EXIT_OK
 
@@ -87,9 +87,10 @@ class Supervisor:
             code = self._run_once()
             if code == EXIT_OK:
                 return
-            self._bury()
             if code == EXIT_CONFIGURATION:
+                # Nothing to bury: a worker of this name that is listed is somebody else's.
                 raise ModelUnavailable(self._fatal or "the worker cannot start")
+            self._bury()
             if self._stop_level:
                 return
             if time.monotonic() - started >= _HEALTHY_SECONDS:
@@ -112,7 +113,7 @@ class Supervisor:
                 start_new_session=True,
             )
         self._child = child
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(self._settings.to_json() + "\n")
             child.stdin.flush()
@@ -126,23 +127,28 @@ class Supervisor:
                 child.kill()
             time.sleep(_POLL_SECONDS)
         reader.join(timeout=2)
-        child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
         self._child = None
         return child.returncode
 
     def _read_reports(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
-        for line in child.stdout:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                logger.warning("worker said: %s", line.rstrip())
-                continue
-            if event["event"] == "fatal":
-                self._fatal = event["message"]
-            elif event["event"] == "progress":
-                self._stall.see(running=event["running"], steps=event["steps"])
-            self._on_event(event)
+        with child.stdout as lines:
+            for line in lines:
+                self._read_report(line)
+
+    def _read_report(self, line: str) -> None:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            logger.warning("worker said: %s", line.rstrip())
+            return
+        if event["event"] == "fatal":
+            self._fatal = event["message"]
+        elif event["event"] == "progress":
+            self._stall.see(running=event["running"], steps=event["steps"])
+        self._on_event(event)
 
     def _bury(self) -> None:
         """Hand the dead child's jobs back at once instead of waiting for their leases."""
@@ -151,7 +157,7 @@ class Supervisor:
                 jobs = bury_worker(connection, self._settings.name)
             if jobs:
                 logger.warning("jobs of the dead worker put back jobs=%d", len(jobs))
-        except (RedisError, ConfigurationError) as error:
+        except (RedisError, QsvcError) as error:
             logger.warning("could not put the dead worker's jobs back, leases will (%s)", error)
 
     def _was_stopped_within(self, seconds: float) -> bool:

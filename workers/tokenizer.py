@@ -66,8 +66,8 @@ class Tokenizer:
         self.eos_token_ids: frozenset[int] = frozenset((*eos_token_ids, *own_eos))
         self.vocab_size: int = len(hf)
         # The first call switches off the truncation and padding that a tokenizer.json may bring.
-        # That changes the Rust object, which another thread must not be using ("Already
-        # borrowed"); every later call only reads it.
+        # That changes the Rust object, for which some versions must have it alone ("Already
+        # borrowed" in another thread); every later call only reads it.
         self.encode("", add_special_tokens=False)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

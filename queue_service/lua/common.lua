@@ -33,7 +33,8 @@ local function close_batch(key)
   if ended < tonumber(b[3] or 0) then return end
   local now = math.floor(redis_now())
   if status == 'cancelling' then
-    redis.call('HSET', key, 'status', 'cancelled', 'cancelled_at', now)
+    local final = redis.call('HGET', key, 'ending') or 'cancelled'
+    redis.call('HSET', key, 'status', final, final .. '_at', now)
   else
     redis.call('HSET', key, 'status', 'completed', 'finalizing_at', now, 'completed_at', now)
   end

@@ -1,17 +1,19 @@
--- ENQUEUE: add one chunk of a batch's lines. Run again with the same lines it adds nothing:
--- the batch's cursor says which line was the last one added.
--- KEYS 1 rq:queues  2 rq:queue:<q>  3 qsvc:batch:<id>
---      4 qsvc:batch:<id>:lines  5 qsvc:batch:<id>:errors  6 qsvc:batch:<id>:done
--- ARGV 1 batch id  2 queue name  3 iso time  4 description  5 model  6 stream flag
---      (5 is for people only)  7 last line of the chunk  8 '1' when it is the last chunk
+-- ENQUEUE: add one chunk of a batch's lines to its lane. Run again with the same lines it adds
+-- nothing: the batch's cursor says which line was the last one added.
+-- KEYS 1 rq:queues  2 rq:queue:<q>  3 rq:queue:<q>:<batch> (the lane)  4 qsvc:lanes:<q>
+--      5 qsvc:batch:<id>  6 qsvc:batch:<id>:lines  7 qsvc:batch:<id>:errors
+--      8 qsvc:batch:<id>:done
+-- ARGV 1 batch id  2 queue name  3 iso time  4 description  5 format version  6 stream flag
+--      7 last line of the chunk  8 '1' when it is the last chunk
 --      then per line: number, custom id, meta (JSON), job data (zlib) or '', error (JSON) or ''
 -- Writes also rq:job:<batch>-<line>.
--- Returns the batch's status; nothing is added unless it is in_progress.
-local queues, queue, batch, lines, errors, done = unpack(KEYS)
+-- Returns the batch's status and how many of its lines have not ended; nothing is added unless
+-- the status is in_progress.
+local queues, main, lane, lanes, batch, lines, errors, done = unpack(KEYS)
 local b = redis.call('HMGET', batch, 'status', 'cursor', 'submitted')
-if b[1] ~= 'in_progress' or b[3] == '1' then return b[1] or 'deleted' end
+if b[1] ~= 'in_progress' or b[3] == '1' then return {b[1] or 'deleted', 0} end
 local cursor = tonumber(b[2] or 0)
-local total, failed = 0, 0
+local total, failed, queued = 0, 0, 0
 for i = 9, #ARGV, 5 do
   local line, custom_id, meta, data, err = unpack(ARGV, i, i + 4)
   if tonumber(line) > cursor then
@@ -21,9 +23,10 @@ for i = 9, #ARGV, 5 do
       local id = ARGV[1] .. '-' .. line
       redis.call('HSET', job_key(id), 'status', 'queued', 'created_at', ARGV[3],
         'enqueued_at', ARGV[3], 'origin', ARGV[2], 'description', ARGV[4], 'data', data,
-        'meta', meta, 'timeout', '-1', 'qsvc_batch', ARGV[1], 'qsvc_line', line,
-        'qsvc_stream', ARGV[6])
-      redis.call('RPUSH', queue, id)
+        'meta', meta, 'timeout', '-1', 'qsvc_v', ARGV[5], 'qsvc_batch', ARGV[1],
+        'qsvc_line', line, 'qsvc_stream', ARGV[6])
+      redis.call('RPUSH', lane, id)
+      queued = queued + 1
     else
       failed = failed + 1
       redis.call('HSET', errors, line, err)
@@ -31,7 +34,11 @@ for i = 9, #ARGV, 5 do
     end
   end
 end
-redis.call('SADD', queues, queue)
+if queued > 0 then
+  redis.call('SADD', queues, main, lane)
+  if redis.call('EXISTS', lanes) == 0 then redis.call('RPUSH', lanes, '-') end
+  if not redis.call('LPOS', lanes, ARGV[1]) then redis.call('RPUSH', lanes, ARGV[1]) end
+end
 redis.call('HINCRBY', batch, 'total', total)
 if failed > 0 then redis.call('HINCRBY', batch, 'failed', failed) end
 if tonumber(ARGV[7]) > cursor then redis.call('HSET', batch, 'cursor', ARGV[7]) end
@@ -39,4 +46,6 @@ if ARGV[8] == '1' then
   redis.call('HSET', batch, 'submitted', '1')
   close_batch(batch)
 end
-return redis.call('HGET', batch, 'status')
+local now = redis.call('HMGET', batch, 'status', 'total', 'completed', 'failed', 'cancelled')
+local ended = tonumber(now[3] or 0) + tonumber(now[4] or 0) + tonumber(now[5] or 0)
+return {now[1], tonumber(now[2] or 0) - ended}

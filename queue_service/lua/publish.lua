@@ -1,12 +1,15 @@
 -- PUBLISH: text and progress of one execution, so that both say the same; refused when the
--- lease is gone, and applied once however often it is sent.
+-- lease is gone or the job has ended (its stream too), and applied once however often it is sent.
 -- KEYS 1 rq:wip:<q>  2 qsvc:stream:<id>  3 qsvc:progress:<id>:<ex>  4 rq:execution:<id>:<ex>
 -- ARGV 1 <id>:<ex>  2 number of this write, rising  3 seconds the keys live
 --      4 number of progress elements  then those, then flat field lists of stream entries,
 --      each preceded by its length
+-- Reads also rq:job:<id>.
 -- Returns 1 if the execution is ours, else 0.
 local wip, stream, progress, execution = unpack(KEYS)
 if not redis.call('ZSCORE', wip, ARGV[1]) then return 0 end
+local id = string.match(ARGV[1], '^(.*):')
+if redis.call('HGET', job_key(id), 'status') ~= 'started' then return 0 end
 local number = tonumber(ARGV[2])
 if number <= tonumber(redis.call('HGET', execution, 'qsvc_write') or 0) then return 1 end
 redis.call('HSET', execution, 'qsvc_write', number)

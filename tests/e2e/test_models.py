@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -203,16 +202,16 @@ def test_copies_share_a_digest_and_other_weights_or_templates_have_another(
 
 
 def test_a_change_in_the_middle_of_a_large_weight_file_changes_the_digest(
-    make_folder: MakeFolder, tmp_path: Path
+    make_folder: MakeFolder,
 ) -> None:
     folder = make_folder(hidden_size=1024, intermediate_size=1024)
     before = load_model(str(folder), dtype="stored").info.digest
-    weights: Any = mx.load(str(folder / "model.safetensors"))
-    changed = dict(weights)
-    middle = "model.layers.0.mlp.up_proj.weight"
-    changed[middle] = changed[middle] + 1
-    mx.save_safetensors(str(tmp_path / "changed.safetensors"), changed)
-    shutil.move(tmp_path / "changed.safetensors", folder / "model.safetensors")
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    middle, mib = len(content) // 2, 1 << 20
+    assert len(content) > 6 * mib
+    content[middle : middle + mib] = bytes(mib)
+    weights.write_bytes(content)
     assert load_model(str(folder), dtype="stored").info.digest != before
 
 
@@ -245,6 +244,21 @@ def test_code_in_a_model_folder_is_not_run(make_folder: MakeFolder) -> None:
     (folder / "code.py").write_text("raise SystemExit('the code ran')")
     with pytest.raises(ModelUnavailable, match="custom module"):
         load_model(str(folder))
+
+
+def test_code_of_a_tokenizer_is_neither_run_nor_asked_about(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    folder = make_folder()
+    (folder / "code.py").write_text("raise SystemExit('the code ran')")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Code", "auto_map": {"AutoTokenizer": ["code.Code", None]}})
+    )
+    with pytest.raises(ModelUnavailable, match="trust_remote_code"):
+        load_model(str(folder))
+    assert asked == []
 
 
 def test_a_broken_gguf_file_is_unavailable(tmp_path: Path) -> None:

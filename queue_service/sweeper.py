@@ -1,0 +1,100 @@
+"""Squares batches with lines that ended without our scripts: stock RQ tools cancel and delete."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from redis import Redis
+
+from queue_service import keys
+from queue_service.batches import Batch, Batches, LineRef
+from queue_service.errors import BatchNotFound
+from queue_service.scripts import Arg, Scripts
+
+_PAGE_LINES = 500
+_PAGES_A_LOOK = 10
+_GONE = {
+    "message": "the job was deleted from the server before it had an answer",
+    "type": "server_error",
+    "param": None,
+    "code": "job_deleted",
+    "status_code": 410,
+}
+
+
+class Sweeper:
+    """Looks now and then at batches that do not come on, a bounded part of one at a time.
+
+    Args:
+        interval_seconds: time between two looks at a batch.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        connection: Redis,
+        *,
+        interval_seconds: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connection = connection
+        self._batches = Batches(connection)
+        self._scripts = Scripts(connection)
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._next = clock() + interval_seconds
+        self._seen: dict[str, int] = {}
+        self._position: dict[str, int] = {}
+
+    def sweep(self) -> int:
+        """Look at the batches in progress if it is time; return how many lines were squared."""
+        if self._clock() < self._next:
+            return 0
+        self._next = self._clock() + self._interval_seconds
+        return self.sweep_now()
+
+    def sweep_now(self) -> int:
+        """Look at the batches in progress; return how many lines were squared."""
+        squared = 0
+        members: Any = self._connection.zrange(keys.batches(), 0, -1)
+        live: dict[str, int] = {}
+        for member in members:
+            batch_id = member.decode()
+            try:
+                batch = self._batches.get(batch_id)
+            except BatchNotFound:
+                self._connection.zrem(keys.batches(), batch_id)
+                continue
+            if batch.status.is_final:
+                continue
+            if batch.expires_at is not None and batch.expires_at <= time.time():
+                self._batches.expire(batch_id)
+                continue
+            live[batch_id] = batch.ended
+            if self._seen.get(batch_id) == batch.ended:
+                squared += sum(self._sweep_page(batch) for _ in range(_PAGES_A_LOOK))
+        self._seen = live
+        return squared
+
+    def _sweep_page(self, batch: Batch) -> int:
+        position = self._position.get(batch.id, 0)
+        refs = self._batches.lines(batch.id, start=position, count=_PAGE_LINES)
+        self._position[batch.id] = position + len(refs) if refs else 0
+        # With no lines too: it ends a batch that a killed command left cancelling.
+        return self.square(batch.id, refs)
+
+    def square(self, batch_id: str, refs: list[LineRef]) -> int:
+        """Count lines that have ended but were not counted; return how many there were."""
+        gone = json.dumps(_GONE).removesuffix("}")
+        args: list[Arg] = [batch_id, gone]
+        for ref in refs:
+            args += [ref.line, json.dumps(ref.custom_id, ensure_ascii=False)]
+        script_keys = [
+            keys.batch(batch_id),
+            keys.batch_errors(batch_id),
+            keys.batch_done(batch_id),
+        ]
+        return int(self._scripts.call("sweep", script_keys, args))

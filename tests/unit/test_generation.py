@@ -1,0 +1,200 @@
+"""The engine thread: rows that join, leave, stop, are cancelled, and an engine that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+import pytest
+
+from queue_service.responses import FinishReason
+from tests.fakes import FakeEngine, fake_parts
+from tests.harness import LONG_TEXT, eventually, make_claimed, make_request
+from workers.generation import EngineParts, GenerationThread
+from workers.requests import Generated, PreparedRequest
+
+
+class RecordingSink:
+    """Keeps what the thread produced, by execution."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.texts: dict[str, str] = {}
+        self.token_ids: dict[str, list[int]] = {}
+        self.ended: dict[str, Generated] = {}
+        self.dropped: list[str] = []
+
+    def begin(self, request: PreparedRequest) -> None:
+        self.begun.append(request.execution_id)
+        self.texts[request.execution_id] = ""
+        self.token_ids[request.execution_id] = []
+
+    def advance(self, execution_id: str, token_id: int, text: str) -> None:
+        self.texts[execution_id] += text
+        self.token_ids[execution_id].append(token_id)
+
+    def end(self, generated: Generated, last_text: str) -> None:
+        self.texts[generated.request.execution_id] += last_text
+        self.ended[generated.request.execution_id] = generated
+
+    def drop(self, execution_id: str) -> None:
+        self.dropped.append(execution_id)
+
+
+class Bench:
+    """A generation thread with the fake engine, a millisecond a step."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.sink = RecordingSink()
+        self.failures: list[BaseException] = []
+        self.engine = FakeEngine(max_rows=max_rows, step_seconds=0.001)
+        self.thread = GenerationThread(
+            self._make_parts, self.sink, on_failure=self.failures.append, max_rows=max_rows
+        )
+        self.thread.start()
+
+    def submit(self, name: str, text: str, **options: int | tuple[str, ...]) -> None:
+        claimed = make_claimed(job_id=name, execution_id=name)
+        self.thread.submit([make_request(text, claimed=claimed, **options)])  # type: ignore[arg-type]
+
+    def wait_for_tokens(self, name: str) -> None:
+        eventually(lambda: self.sink.token_ids.get(name), f"tokens of {name}")
+
+    def wait_for_end(self, name: str) -> Generated:
+        generated = eventually(lambda: self.sink.ended.get(name), f"the end of {name}")
+        assert generated is not None
+        return generated
+
+    def _make_parts(self) -> EngineParts:
+        return fake_parts(self.engine)
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[[int], Bench]]:
+    benches: list[Bench] = []
+
+    def make(max_rows: int) -> Bench:
+        benches.append(Bench(max_rows))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.thread.stop()
+
+
+@pytest.fixture
+def bench(make_bench: Callable[[int], Bench]) -> Bench:
+    return make_bench(8)
+
+
+def test_a_row_is_its_tokens_and_its_text(bench: Bench) -> None:
+    bench.submit("a", "grüße")
+    generated = bench.wait_for_end("a")
+    assert (generated.text, generated.finish_reason) == ("grüße", FinishReason.STOP)
+    assert generated.completion_tokens == len("grüße".encode())
+    assert bench.sink.token_ids["a"] == list("grüße".encode())
+    assert bench.sink.texts["a"] == "grüße"
+
+
+def test_a_row_joins_a_running_batch_and_leaves_it(bench: Bench) -> None:
+    bench.submit("long", LONG_TEXT)
+    bench.wait_for_tokens("long")
+    bench.submit("short", "bee")
+    bench.wait_for_end("short")
+    eventually(lambda: bench.engine.batch_sizes[-1] == 1, "the long row alone again")
+    assert [size for size, _ in groupby(bench.engine.batch_sizes)] == [1, 2, 1]
+    assert "long" not in bench.sink.ended
+
+
+def test_rows_beyond_the_limit_wait_for_their_turn(make_bench: Callable[[int], Bench]) -> None:
+    bench = make_bench(2)
+    names = [f"row-{i}" for i in range(5)]
+    for name in names:
+        bench.submit(name, "some text")
+    for name in names:
+        assert bench.wait_for_end(name).text == "some text"
+    assert bench.sink.begun == names
+    assert max(bench.engine.batch_sizes) == 2
+    assert bench.thread.num_rows == 0
+
+
+def test_a_stop_string_ends_a_row_and_frees_it(make_bench: Callable[[int], Bench]) -> None:
+    bench = make_bench(1)
+    bench.submit("a", f"hello STOP {LONG_TEXT}", stop_strings=("STOP",))
+    bench.submit("b", "next")
+    generated = bench.wait_for_end("a")
+    assert (generated.text, generated.finish_reason) == ("hello ", FinishReason.STOP)
+    assert generated.completion_tokens == len("hello STOP")
+    assert bench.sink.texts["a"] == "hello "
+    assert bench.wait_for_end("b").text == "next"
+    assert len(bench.engine.batch_sizes) < 30
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_end(bench: Bench) -> None:
+    bench.submit("a", "abcST", stop_strings=("STOP",))
+    assert bench.wait_for_end("a").text == "abcST"
+    assert bench.sink.texts["a"] == "abcST"
+
+
+def test_the_token_limit_ends_a_row(bench: Bench) -> None:
+    bench.submit("a", "abcdef", token_limit=3)
+    generated = bench.wait_for_end("a")
+    assert (generated.text, generated.finish_reason) == ("abc", FinishReason.LENGTH)
+    assert generated.completion_tokens == 3
+
+
+def test_a_cancelled_running_row_is_dropped_and_its_neighbour_goes_on(bench: Bench) -> None:
+    bench.submit("cancelled", LONG_TEXT)
+    bench.submit("neighbour", "n" * 200)
+    bench.wait_for_tokens("cancelled")
+    bench.thread.cancel(["cancelled", "unknown"])
+    eventually(lambda: "cancelled" in bench.sink.dropped, "the drop")
+    num_tokens = len(bench.sink.token_ids["cancelled"])
+    assert bench.wait_for_end("neighbour").text == "n" * 200
+    assert len(bench.sink.token_ids["cancelled"]) == num_tokens
+    assert "cancelled" not in bench.sink.ended
+    assert not bench.engine.has_work
+
+
+def test_a_cancelled_waiting_row_never_begins(make_bench: Callable[[int], Bench]) -> None:
+    bench = make_bench(1)
+    bench.submit("running", LONG_TEXT)
+    bench.submit("cancelled", "c")
+    bench.submit("after", "a")
+    bench.wait_for_tokens("running")
+    bench.thread.cancel(["cancelled"])
+    eventually(lambda: bench.sink.dropped == ["cancelled"], "the drop")
+    bench.thread.cancel(["running"])
+    bench.wait_for_end("after")
+    assert bench.sink.begun == ["running", "after"]
+
+
+def test_the_engines_failure_is_reported_and_ends_the_thread(bench: Bench) -> None:
+    bench.submit("neighbour", LONG_TEXT)
+    bench.submit("poison", "fault")
+    eventually(lambda: bench.failures, "the report of the failure")
+    [failure] = bench.failures
+    assert isinstance(failure, RuntimeError)
+    assert bench.sink.ended == {}
+
+
+def test_a_model_that_cannot_be_loaded_is_reported() -> None:
+    failures: list[BaseException] = []
+
+    def fail() -> EngineParts:
+        raise MemoryError("too large")
+
+    thread = GenerationThread(fail, RecordingSink(), on_failure=failures.append, max_rows=1)
+    thread.start()
+    eventually(lambda: failures, "the report of the failure")
+    assert isinstance(failures[0], MemoryError)
+    thread.stop()
+
+
+def test_the_thread_counts_steps_and_rests_when_there_is_nothing_to_do(bench: Bench) -> None:
+    bench.submit("a", "abc")
+    bench.wait_for_end("a")
+    eventually(lambda: bench.thread.steps == 4, "three tokens and the end of the sequence")
+    bench.submit("b", "d")
+    bench.wait_for_end("b")
+    eventually(lambda: bench.thread.steps == 6, "one token and the end of the sequence")

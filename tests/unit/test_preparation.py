@@ -1,0 +1,183 @@
+"""From a claimed job to a request that can run, and which jobs can never run."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from typing import Any
+
+import pytest
+
+from queue_service import tasks
+from queue_service.broker import Claimed
+from queue_service.errors import RequestError
+from queue_service.payload import Encoding, encode_call
+from queue_service.requests import Endpoint
+from tests.fakes import CONTEXT, EOS, VOCABULARY, FakeTokenizer
+from tests.harness import chat_body, make_claimed
+from workers.preparation import Limits, Preparer, timeout_seconds
+from workers.requests import PreparedRequest
+from workers.sampling import default_seed
+
+
+def make_preparer(**limits: int) -> Preparer:
+    return Preparer(
+        FakeTokenizer(),
+        Limits(context_tokens=CONTEXT, vocabulary_size=VOCABULARY, **limits),
+        model="served-model",
+        default_temperature=0.6,
+    )
+
+
+def claimed_call(function: str, body: Any, **fields: str) -> Claimed:
+    return make_claimed(data=encode_call(function, body), **fields)
+
+
+def prepare_chat(text: str = "hello", **fields: Any) -> PreparedRequest:
+    return make_preparer().prepare(claimed_call(tasks.CHAT, chat_body(text, **fields)))
+
+
+def refusal(claimed: Claimed, **limits: int) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        make_preparer(**limits).prepare(claimed)
+    return caught.value
+
+
+def test_a_chat_is_rendered_and_tokenised() -> None:
+    request = prepare_chat("hello", stop=["END", ""], temperature=0.3, top_p=0.5, seed=11)
+    assert request.endpoint is Endpoint.CHAT
+    assert request.model == "served-model"
+    assert bytes(request.prompt_ids) == b"hello"
+    assert request.stop_strings == ("END",)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.3, 0.5, 11)
+    assert not request.stream
+    assert request.encoding is Encoding.JSON
+
+
+@pytest.mark.parametrize("prompt", ["hello", [104, 101, 108, 108, 111]])
+def test_a_completion_takes_a_text_or_token_ids(prompt: Any) -> None:
+    request = make_preparer().prepare(claimed_call(tasks.COMPLETION, {"prompt": prompt}))
+    assert request.endpoint is Endpoint.COMPLETIONS
+    assert bytes(request.prompt_ids) == b"hello"
+
+
+def test_the_body_may_be_a_keyword_argument() -> None:
+    data = zlib.compress(b'["queue_service.tasks.completion", null, [], {"body": {"prompt": "x"}}]')
+    assert make_preparer().prepare(make_claimed(data=data)).prompt_ids == (120,)
+
+
+def test_a_pickled_call_is_answered_in_pickle() -> None:
+    data = zlib.compress(pickle.dumps((tasks.CHAT, None, (chat_body("hi"),), {})))
+    request = make_preparer().prepare(make_claimed(data=data))
+    assert request.encoding is Encoding.PICKLE
+    assert bytes(request.prompt_ids) == b"hi"
+
+
+def test_what_a_request_leaves_open_has_defaults() -> None:
+    claimed = claimed_call(tasks.CHAT, chat_body("hello"), qsvc_generation="2")
+    sampling = make_preparer().prepare(claimed).sampling
+    assert (sampling.temperature, sampling.top_p) == (0.6, 1.0)
+    assert sampling.seed == default_seed(claimed.job_id, 2, 0)
+
+
+def test_zero_is_a_temperature_and_a_seed() -> None:
+    sampling = prepare_chat(temperature=0, seed=0).sampling
+    assert (sampling.temperature, sampling.seed) == (0.0, 0)
+
+
+def test_a_job_streams_when_its_body_or_its_batch_says_so() -> None:
+    assert prepare_chat(stream=True).stream
+    marked = claimed_call(tasks.CHAT, chat_body("hello"), qsvc_stream="1")
+    assert make_preparer().prepare(marked).stream
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "expected"),
+    [
+        ({}, {}, CONTEXT - 5),
+        ({"max_tokens": 7}, {}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 3}, {}, 3),
+        ({"max_tokens": 100_000}, {}, CONTEXT - 5),
+        ({"max_tokens": 100}, {"ceiling_tokens": 50}, 50),
+        ({}, {"ceiling_tokens": 50}, 50),
+        ({}, {"default_tokens": 20}, 20),
+        ({"max_tokens": 30}, {"default_tokens": 20}, 30),
+    ],
+)
+def test_the_token_limit_is_the_least_of_request_context_and_ceiling(
+    asked: dict[str, int], limits: dict[str, int], expected: int
+) -> None:
+    claimed = claimed_call(tasks.CHAT, chat_body("hello", **asked))
+    assert make_preparer(**limits).prepare(claimed).token_limit == expected
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
+    error = refusal(claimed_call(tasks.CHAT, chat_body("x" * CONTEXT)))
+    assert (error.code, error.param) == ("context_length_exceeded", "messages")
+    assert error.message.count(str(CONTEXT)) == 2
+
+
+def test_a_prompt_that_leaves_room_for_one_token_runs() -> None:
+    assert prepare_chat("x" * (CONTEXT - 1)).token_limit == 1
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    assert refusal(claimed_call(tasks.COMPLETION, {"prompt": ""})).param == "prompt"
+
+
+@pytest.mark.parametrize("token_id", [VOCABULARY, -1])
+def test_a_token_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    error = refusal(claimed_call(tasks.COMPLETION, {"prompt": [1, token_id]}))
+    assert error.param == "prompt"
+
+
+def test_the_last_token_id_of_the_vocabulary_runs() -> None:
+    request = make_preparer().prepare(claimed_call(tasks.COMPLETION, {"prompt": [EOS]}))
+    assert request.prompt_ids == (EOS,)
+
+
+def test_the_templates_own_words_refuse_a_chat() -> None:
+    error = refusal(claimed_call(tasks.CHAT, chat_body("refuse me")))
+    assert (error.message, error.param) == ("the template says no", "messages")
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    error = refusal(claimed_call(tasks.CHAT, chat_body("hello", temprature=1)))
+    assert error.status_code == 400
+    assert "temprature" in error.message
+
+
+def test_a_function_that_is_not_ours_is_refused() -> None:
+    error = refusal(claimed_call("os.system", {"prompt": "true"}))
+    assert error.code == "unknown_function"
+    assert "os.system" in error.message
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b'["queue_service.tasks.chat", null, [], {}]',
+        b'["queue_service.tasks.chat", null, ["hello"], {}]',
+        b'["queue_service.tasks.chat", null, [{}, {}], {}]',
+        b'["queue_service.tasks.chat", null, [{}], {"body": {}}]',
+        b'["queue_service.tasks.chat", null, [{}], {"model": "m"}]',
+    ],
+)
+def test_a_call_with_other_arguments_than_one_body_is_refused(call: bytes) -> None:
+    assert refusal(make_claimed(data=call)).code == "invalid_payload"
+
+
+def test_a_job_without_data_is_refused() -> None:
+    assert refusal(make_claimed()).code == "invalid_payload"
+
+
+@pytest.mark.parametrize(
+    ("timeout", "expected"), [("180", None), ("-1", None), ("0", None), ("1", 1), ("600", 600)]
+)
+def test_rqs_unasked_timeout_is_no_timeout(timeout: str, expected: int | None) -> None:
+    assert timeout_seconds(make_claimed(timeout=timeout)) == expected
+
+
+def test_a_job_without_a_timeout_has_none() -> None:
+    assert timeout_seconds(make_claimed()) is None

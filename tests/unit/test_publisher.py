@@ -1,0 +1,350 @@
+"""The publisher: what it gathers, in which order it writes, and what an outage does to it."""
+
+from __future__ import annotations
+
+import array
+import json
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import redis
+
+from queue_service.broker import Broker, Publication
+from queue_service.responses import FinishReason
+from tests.harness import eventually, make_claimed, make_request
+from workers.publisher import Publisher
+from workers.requests import Generated, PreparedRequest
+
+STREAM_SECONDS = 0.1
+PROGRESS_SECONDS = 0.5
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class RecordingBroker(Broker):
+    """Applies publications as the script does: each number once, only for its own executions."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list[dict[str, str]]] = {}
+        self.progress: dict[str, list[bytes]] = {}
+        self.sent: list[Publication] = []
+        self.lost: set[str] = set()
+        self.is_away = False
+        self.loses_replies = False
+        self._numbers: dict[str, int] = {}
+
+    def publish(self, publications: Sequence[Publication], *, keep_seconds: int) -> list[bool]:
+        if self.is_away:
+            raise redis.ConnectionError("away")
+        kept = [self._apply(publication) for publication in publications]
+        if self.loses_replies:
+            raise redis.ConnectionError("lost the reply")
+        return kept
+
+    def _apply(self, publication: Publication) -> bool:
+        self.sent.append(publication)
+        execution_id = publication.claimed.execution_id
+        if execution_id in self.lost:
+            return False
+        if publication.number > self._numbers.get(execution_id, 0):
+            self._numbers[execution_id] = publication.number
+            self.progress.setdefault(execution_id, []).extend(publication.progress)
+            for flat in publication.entries:
+                fields = dict(zip(flat[::2], flat[1::2], strict=True))
+                self.entries.setdefault(execution_id, []).append(fields)
+        return True
+
+    def text(self, execution_id: str = "execution") -> str:
+        return "".join(fields["t"] for fields in self.entries.get(execution_id, []))
+
+    def token_ids(self, execution_id: str = "execution") -> list[int]:
+        _, *rest = self.progress[execution_id]
+        return array.array("I", b"".join(rest)).tolist()
+
+
+class Desk:
+    """A publisher with a clock that stands still, and what it has handed on."""
+
+    def __init__(self) -> None:
+        self.broker = RecordingBroker()
+        self.clock = FakeClock()
+        self.delivered: list[Generated] = []
+        self.lost: list[str] = []
+        self.publisher = Publisher(
+            self.broker,
+            deliver=self.delivered.append,
+            lost=self.lost.append,
+            stream_interval_seconds=STREAM_SECONDS,
+            progress_interval_seconds=PROGRESS_SECONDS,
+            clock=self.clock,
+        )
+
+    def begin(self, execution_id: str = "execution", *, stream: bool = True) -> PreparedRequest:
+        claimed = make_claimed(execution_id=execution_id, qsvc_attempt=3)
+        request = make_request(claimed=claimed, stream=stream)
+        self.publisher.begin(request)
+        return request
+
+    def advance(self, words: str, execution_id: str = "execution") -> None:
+        for character in words:
+            self.publisher.advance(execution_id, ord(character), character)
+
+    def end(self, request: PreparedRequest, text: str, last_text: str = "") -> Generated:
+        generated = Generated(request, text, FinishReason.STOP, completion_tokens=len(text))
+        self.publisher.end(generated, last_text)
+        return generated
+
+    def flush_later(self) -> None:
+        """Write after the progress interval has passed."""
+        self.clock.seconds += PROGRESS_SECONDS
+        self.publisher.flush()
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_text_between_two_writes_is_one_entry_with_its_first_token_and_attempt(desk: Desk) -> None:
+    desk.begin()
+    desk.advance("Hello")
+    desk.publisher.flush()
+    desk.advance(", world")
+    desk.publisher.flush()
+    assert desk.broker.entries["execution"] == [
+        {"i": "0", "a": "3", "t": "Hello"},
+        {"i": "5", "a": "3", "t": ", world"},
+    ]
+
+
+def test_tokens_without_a_text_of_their_own_are_counted_in_the_next_index(desk: Desk) -> None:
+    desk.begin()
+    desk.publisher.advance("execution", 1, "a")
+    desk.publisher.flush()
+    desk.publisher.advance("execution", 2, "")
+    desk.publisher.flush()
+    desk.publisher.advance("execution", 3, "bc")
+    desk.publisher.flush()
+    desk.publisher.advance("execution", 4, "d")
+    desk.publisher.flush()
+    indexes = [fields["i"] for fields in desk.broker.entries["execution"]]
+    assert indexes == ["0", "1", "3"]
+
+
+def test_nothing_is_sent_when_nothing_has_gathered(desk: Desk) -> None:
+    desk.begin()
+    desk.flush_later()
+    assert desk.broker.sent == []
+
+
+def test_token_ids_follow_a_header_with_the_seed(desk: Desk) -> None:
+    desk.begin(stream=False)
+    desk.advance("ab")
+    desk.flush_later()
+    desk.advance("c")
+    desk.flush_later()
+    header, *_ = desk.broker.progress["execution"]
+    assert json.loads(header) == {"seed": 7, "v": 1}
+    assert desk.broker.token_ids() == [97, 98, 99]
+    assert desk.broker.text() == ""
+
+
+def test_token_ids_wait_for_the_interval_unless_text_is_written(desk: Desk) -> None:
+    desk.begin("plain", stream=False)
+    desk.begin("streaming")
+    desk.advance("a", "plain")
+    desk.advance("b", "streaming")
+    desk.publisher.flush()
+    assert "plain" not in desk.broker.progress
+    assert desk.broker.token_ids("streaming") == [98]
+    desk.flush_later()
+    assert desk.broker.token_ids("plain") == [97]
+
+
+def test_a_write_whose_reply_was_lost_is_sent_again_and_applied_once(desk: Desk) -> None:
+    desk.begin()
+    desk.advance("one ")
+    desk.broker.loses_replies = True
+    for _ in range(3):
+        with pytest.raises(redis.ConnectionError):
+            desk.publisher.flush()
+        desk.advance("x")
+    desk.broker.loses_replies = False
+    desk.publisher.flush()
+    desk.publisher.flush()
+    first, *again, last = desk.broker.sent
+    assert all(publication == first for publication in again)
+    assert last.number == first.number + 1
+    assert desk.broker.entries["execution"] == [
+        {"i": "0", "a": "3", "t": "one "},
+        {"i": "4", "a": "3", "t": "xxx"},
+    ]
+    assert bytes(desk.broker.token_ids()).decode() == "one xxx"
+
+
+def test_text_gathers_while_the_server_is_away(desk: Desk) -> None:
+    request = desk.begin()
+    desk.broker.is_away = True
+    for word in ("a", "b", "c"):
+        desk.advance(word)
+        with pytest.raises(redis.ConnectionError):
+            desk.publisher.flush()
+    desk.end(request, "abc")
+    assert desk.delivered == []
+    desk.broker.is_away = False
+    desk.publisher.flush()
+    desk.publisher.flush()
+    assert desk.broker.text() == "abc"
+    assert len(desk.delivered) == 1
+
+
+def test_the_end_is_delivered_after_the_last_text_was_written(desk: Desk) -> None:
+    request = desk.begin()
+    desk.advance("to be")
+    generated = desk.end(request, "to be, or", ", or")
+    assert desk.delivered == []
+    desk.publisher.flush()
+    assert desk.broker.text() == "to be, or"
+    assert desk.delivered == [generated]
+
+
+def test_the_end_of_a_row_that_does_not_stream_is_delivered_at_once(desk: Desk) -> None:
+    request = desk.begin(stream=False)
+    desk.advance("ab")
+    generated = desk.end(request, "ab")
+    assert desk.delivered == [generated]
+    desk.flush_later()
+    assert desk.broker.sent == []
+
+
+def test_an_empty_answer_is_delivered(desk: Desk) -> None:
+    generated = desk.end(desk.begin(), "")
+    desk.publisher.flush()
+    assert desk.delivered == [generated]
+
+
+def test_a_watched_row_streams_from_its_beginning_once(desk: Desk) -> None:
+    desk.begin(stream=False)
+    desk.advance("before ")
+    desk.flush_later()
+    assert not desk.publisher.is_streaming("execution")
+    for word in ("then ", "later"):
+        desk.publisher.watch(["execution", "unknown"])
+        desk.advance(word)
+        desk.publisher.flush()
+    assert desk.publisher.is_streaming("execution")
+    assert desk.broker.entries["execution"] == [
+        {"i": "0", "a": "3", "t": "before then "},
+        {"i": "12", "a": "3", "t": "later"},
+    ]
+    assert bytes(desk.broker.token_ids()).decode() == "before then later"
+
+
+def test_nothing_more_is_written_or_delivered_for_a_dropped_row(desk: Desk) -> None:
+    request = desk.begin()
+    desk.begin("neighbour")
+    desk.advance("gone")
+    desk.publisher.drop("execution")
+    desk.advance("late")
+    desk.advance("here", "neighbour")
+    desk.end(request, "gone")
+    desk.publisher.flush()
+    assert desk.broker.entries.keys() == {"neighbour"}
+    assert desk.delivered == []
+
+
+def test_a_row_dropped_while_its_write_is_under_way_stays_dropped(desk: Desk) -> None:
+    desk.begin()
+    desk.advance("text")
+    desk.broker.is_away = True
+    with pytest.raises(redis.ConnectionError):
+        desk.publisher.flush()
+    desk.publisher.drop("execution")
+    desk.broker.is_away = False
+    desk.publisher.flush()
+    assert desk.broker.sent == []
+
+
+def test_an_execution_that_is_not_ours_any_more_is_reported_and_forgotten(desk: Desk) -> None:
+    request = desk.begin()
+    desk.begin("ours")
+    desk.broker.lost.add("execution")
+    desk.advance("a")
+    desk.advance("b", "ours")
+    desk.publisher.flush()
+    assert desk.lost == ["execution"]
+    desk.advance("c")
+    desk.end(request, "ac")
+    desk.publisher.flush()
+    assert len(desk.broker.sent) == 2
+    assert desk.delivered == []
+    assert desk.broker.text("ours") == "b"
+
+
+class PatientDesk:
+    """A running publisher that by itself writes once an hour."""
+
+    def __init__(self) -> None:
+        self.broker = RecordingBroker()
+        self.delivered = threading.Event()
+        self.publisher = Publisher(
+            self.broker,
+            deliver=lambda generated: self.delivered.set(),
+            lost=lambda execution_id: None,
+            stream_interval_seconds=3600,
+            progress_interval_seconds=3600,
+        )
+
+
+@pytest.fixture
+def patient_desk() -> Iterator[PatientDesk]:
+    desk = PatientDesk()
+    desk.publisher.start()
+    yield desk
+    desk.publisher.stop()
+
+
+def test_a_rows_first_text_is_written_at_once(patient_desk: PatientDesk) -> None:
+    publisher, broker = patient_desk.publisher, patient_desk.broker
+    publisher.begin(make_request(stream=True))
+    publisher.advance("execution", 1, "")
+    publisher.advance("execution", 2, "first")
+    eventually(lambda: broker.text() == "first", "the first text")
+    publisher.advance("execution", 3, " second")
+    publisher.stop()
+    assert [fields["t"] for fields in broker.entries["execution"]] == ["first", " second"]
+
+
+def test_an_end_does_not_wait_for_the_interval(patient_desk: PatientDesk) -> None:
+    request = make_request(stream=True)
+    patient_desk.publisher.begin(request)
+    generated = Generated(request, "held", FinishReason.LENGTH, completion_tokens=1)
+    patient_desk.publisher.end(generated, "held")
+    assert patient_desk.delivered.wait(5)
+    assert patient_desk.broker.text() == "held"
+
+
+def test_the_thread_survives_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    broker = RecordingBroker()
+    broker.is_away = True
+    publisher = Publisher(
+        broker,
+        deliver=lambda generated: None,
+        lost=lambda execution_id: None,
+        stream_interval_seconds=0.01,
+        progress_interval_seconds=0.01,
+    )
+    publisher.start()
+    publisher.begin(make_request(stream=True))
+    publisher.advance("execution", 1, "kept")
+    eventually(lambda: "the server is away" in caplog.text, "a warning")
+    broker.is_away = False
+    eventually(lambda: broker.text() == "kept", "the text after the outage")
+    publisher.stop()

@@ -20,6 +20,10 @@ COMMANDS: Mapping[str, str] = {
     "results": "cli.results_command",
     "tail": "cli.tail_command",
     "cancel": "cli.cancel_command",
+    "retry": "cli.retry_command",
+    "batches": "cli.batches_command",
+    "delete": "cli.delete_command",
+    "dead": "cli.dead_command",
     "dashboard": "cli.dashboard_command",
 }
 

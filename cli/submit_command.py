@@ -24,6 +24,8 @@ from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
 @click.option("--new", "is_fresh", is_flag=True, help="A fresh run, though the file ran before.")
 @click.option("--stream", is_flag=True, help="Write every line's text to its stream as it comes.")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
+@click.option("--expires-in", type=int, metavar="SECONDS", help="Give up unfinished lines then.")
+@click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Kept with the batch.")
 @json_option
 def command(
     file: str,
@@ -35,6 +37,8 @@ def command(
     is_fresh: bool,
     stream: bool,
     strict: bool,
+    expires_in: int | None,
+    metadata: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Queue the lines of FILE (JSONL, .gz, .zst, or - for standard input).
@@ -48,6 +52,8 @@ def command(
         key=secrets.token_hex(8) if is_fresh else key,
         stream=stream,
         strict=strict,
+        expires_in_seconds=expires_in,
+        metadata=_pairs(metadata),
         submit=SubmitSettings.load(),
         retention=RetentionSettings.load(),
     )
@@ -58,9 +64,7 @@ def command(
         submission = submit_file(connection, opened, options)
         wait_for_disk(connection)
         batch = submission.batch
-        has_worker = any(
-            connection.scard(f"{keys.RQ}:workers:{queue}") for queue in [options.queue]
-        )
+        has_worker = bool(connection.scard(f"{keys.RQ}:workers:{options.queue}"))
     if as_json:
         print_json({**batch.to_object(), "is_new": submission.is_new})
         return
@@ -70,3 +74,10 @@ def command(
     if not has_worker and not batch.status.is_final:
         say(f"no worker serves {options.queue} now; start one: qsvc worker --model …")
     say(f"follow it: qsvc results {batch.id} -o results.jsonl --follow")
+
+
+def _pairs(items: tuple[str, ...]) -> dict[str, str]:
+    pairs = [item.partition("=") for item in items]
+    if any(not separator for _, separator, _ in pairs):
+        raise click.BadParameter("write it as NAME=VALUE", param_hint="--metadata")
+    return {name: value for name, _, value in pairs}

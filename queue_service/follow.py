@@ -10,7 +10,7 @@ from redis import Redis
 
 from queue_service import keys
 from queue_service.batches import Batch, Batches
-from queue_service.output import BatchOutput
+from queue_service.output import PAGE_LINES, BatchOutput
 
 _BLOCK_MS = 500
 _LEAST_ROUND_SECONDS = 0.1
@@ -44,9 +44,11 @@ def follow(
         on_update(batch, output.num_written)
         if should_stop() or (batch.status.is_final and output.num_written >= batch.total):
             return batch
-        if wrote:
-            time.sleep(max(0.0, _LEAST_ROUND_SECONDS - (time.monotonic() - started)))
-            continue
-        replies: Any = connection.xread({keys.batch_done(batch_id): last_id}, block=_BLOCK_MS)
-        for _, entries in replies:
-            last_id = entries[-1][0]
+        if wrote == PAGE_LINES:
+            continue  # there may be more already
+        if not wrote:
+            replies: Any = connection.xread({keys.batch_done(batch_id): last_id}, block=_BLOCK_MS)
+            for _, entries in replies:
+                last_id = entries[-1][0]
+        # Every line that ends wakes us, also when the first of a page still runs.
+        time.sleep(max(0.0, _LEAST_ROUND_SECONDS - (time.monotonic() - started)))

@@ -20,7 +20,7 @@ from queue_service.errors import ConfigurationError
 from queue_service.responses import output_line_id
 from queue_service.results import BatchReader, custom_ids
 
-_PAGE_LINES = 200
+PAGE_LINES = 200
 
 
 class OutputFile:
@@ -167,7 +167,7 @@ class BatchOutput:
         """
         heads = [_Head(file) for file in (self._output, self._errors) if file is not None]
         is_behind = False
-        while not is_behind and (refs := self._order.peek(_PAGE_LINES)):
+        while not is_behind and (refs := self._order.peek(PAGE_LINES)):
             taken = 0
             for ref in refs:
                 line_id = output_line_id(self._reader.job_id(ref))
@@ -188,8 +188,12 @@ class BatchOutput:
         return self.num_written
 
     def advance(self) -> int:
-        """Write the lines that have ended and can be written now; return how many were."""
-        lines = self._reader.read_ended(self._order.peek(_PAGE_LINES))
+        """Write the lines that have ended and can be written now, up to PAGE_LINES of them.
+
+        Returns:
+            How many were written.
+        """
+        lines = self._reader.read_ended(self._order.peek(PAGE_LINES))
         if self._errors is None:
             self._output.append(lines)
         else:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from redis import Redis
@@ -84,26 +83,114 @@ def submit_file(
             was queued.
         BatchConflict: the key was used for other content; nothing was queued.
     """
-    batch_id = batch_id_of(file, queue=options.queue, key=options.key)
-    if options.key:
-        _check_key(connection, options, batch_id)
-    if options.strict:
-        _refuse_bad_lines(file, options.submit.max_lines)
-    lines = read_batch(file, max_lines=options.submit.max_lines)
-    first = next(lines)  # an empty file raises here, before there is a batch
-    head, endpoint = _up_to_first_good_line(first, lines)
-    batches = Batches(connection)
-    is_new = batches.create(
-        batch_id,
-        endpoint=endpoint,
-        queue=options.queue,
-        model=options.model,
-        retention_seconds=options.retention.result_seconds,
-        expires_in_seconds=options.expires_in_seconds,
-        metadata=options.metadata,
-    )
-    _enqueue(connection, batch_id, itertools.chain(head, lines), options, on_progress)
-    return Submission(batches.get(batch_id), is_new)
+    feeder = Feeder(connection, file, options)
+    feeder.feed(connection, on_progress=on_progress)
+    return Submission(Batches(connection).get(feeder.batch_id), feeder.is_new)
+
+
+class Feeder:
+    """Makes a file's batch and feeds its lines, in two steps so that the second can take long.
+
+    Args:
+        file: read from its start by each step.
+
+    Raises:
+        BatchFileError: as for ``submit_file``.
+        BatchConflict: as for ``submit_file``.
+    """
+
+    def __init__(self, connection: Redis, file: BatchFile, options: SubmitOptions) -> None:
+        self._file = file
+        self._options = options
+        self.batch_id = batch_id_of(file, queue=options.queue, key=options.key)
+        if options.key:
+            _check_key(connection, options, self.batch_id)
+        if options.strict:
+            _refuse_bad_lines(file, options.submit.max_lines)
+        self.is_new = Batches(connection).create(
+            self.batch_id,
+            endpoint=self._endpoint(),
+            queue=options.queue,
+            model=options.model,
+            retention_seconds=options.retention.result_seconds,
+            expires_in_seconds=options.expires_in_seconds,
+            metadata=options.metadata,
+        )
+
+    def feed(
+        self,
+        connection: Redis,
+        *,
+        on_progress: Callable[[int], None] = lambda num_lines: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Queue the lines that are missing; waits while the server holds enough of them.
+
+        Args:
+            should_stop: asked now and then; when it says so, the rest is left for another time.
+        """
+        scripts = Scripts(connection)
+        options = self._options
+        script_keys = [
+            f"{keys.RQ}:queues",
+            keys.rq_queue(options.queue),
+            keys.rq_queue(keys.lane(options.queue, self.batch_id)),
+            keys.lanes(options.queue),
+            keys.batch(self.batch_id),
+            keys.batch_lines(self.batch_id),
+            keys.batch_errors(self.batch_id),
+            keys.batch_done(self.batch_id),
+        ]
+        cursor = int(connection.hget(keys.batch(self.batch_id), "cursor") or 0)
+        lines = read_batch(self._file, max_lines=options.submit.max_lines)
+        num_lines = 0
+        # One line ahead, so that the last chunk is known to be the last.
+        pending = next(lines, None)
+        while pending is not None and not should_stop():
+            args: list[Arg] = []
+            last_line = 0
+            for _ in range(options.submit.chunk_lines):
+                if pending is None:
+                    break
+                num_lines += 1
+                last_line = pending.line
+                if pending.line > cursor:
+                    args += _line_args(pending, self.batch_id, options)
+                pending = next(lines, None)
+            is_last = pending is None
+            if args or is_last:
+                head: list[Arg] = [
+                    self.batch_id,
+                    options.queue,
+                    utcformat(now()),
+                    f"batch line · {options.model}",
+                    keys.FORMAT_VERSION,
+                    "1" if options.stream else "0",
+                    last_line,
+                    "1" if is_last else "0",
+                ]
+                status, waiting = scripts.call("enqueue", script_keys, head + args)
+                if status != b"in_progress":
+                    return  # cancelled meanwhile, or submitted to its end by somebody else
+                on_progress(num_lines)
+                if not is_last:
+                    self._await_room(connection, waiting, should_stop)
+
+    def _endpoint(self) -> Endpoint:
+        """Return the endpoint of the first good line; an empty file raises here."""
+        for line in read_batch(self._file, max_lines=self._options.submit.max_lines):
+            if isinstance(line, BatchLine):
+                return line.endpoint
+        return Endpoint.CHAT
+
+    def _await_room(self, connection: Redis, waiting: int, should_stop: Callable[[], bool]) -> None:
+        batches = Batches(connection)
+        while waiting >= self._options.submit.window_lines and not should_stop():
+            time.sleep(_ROOM_POLL_SECONDS)
+            batch = batches.get(self.batch_id)
+            if batch.status is not Status.IN_PROGRESS:
+                return
+            waiting = batch.total - batch.ended
 
 
 def wait_for_disk(connection: Redis) -> bool:
@@ -130,90 +217,20 @@ def _check_key(connection: Redis, options: SubmitOptions, batch_id: str) -> None
 
 
 def _refuse_bad_lines(file: BatchFile, max_lines: int | None) -> None:
-    bad = [line for line in read_batch(file, max_lines=max_lines) if isinstance(line, LineError)]
-    if not bad:
+    count = 0
+    shown: list[str] = []
+    for line in read_batch(file, max_lines=max_lines):
+        if isinstance(line, LineError):
+            count += 1
+            if count <= _MAX_STRICT_ERRORS:
+                shown.append(f"  line {line.line}: {line.code}: {line.message}")
+    if not count:
         return
-    shown = [f"  line {e.line}: {e.code}: {e.message}" for e in bad[:_MAX_STRICT_ERRORS]]
-    if len(bad) > _MAX_STRICT_ERRORS:
-        shown.append(f"  and {len(bad) - _MAX_STRICT_ERRORS} more")
+    if count > len(shown):
+        shown.append(f"  and {count - len(shown)} more")
     raise BatchFileError(
-        f"{file.name}: {len(bad)} bad lines, nothing was queued:\n" + "\n".join(shown)
+        f"{file.name}: {count} bad lines, nothing was queued:\n" + "\n".join(shown)
     )
-
-
-def _up_to_first_good_line(
-    first: BatchLine | LineError, lines: Iterator[BatchLine | LineError]
-) -> tuple[list[BatchLine | LineError], Endpoint]:
-    head = [first]
-    while isinstance(head[-1], LineError):
-        following = next(lines, None)
-        if following is None:
-            return head, Endpoint.CHAT
-        head.append(following)
-    return head, head[-1].endpoint
-
-
-def _enqueue(
-    connection: Redis,
-    batch_id: str,
-    lines: Iterator[BatchLine | LineError],
-    options: SubmitOptions,
-    on_progress: Callable[[int], None],
-) -> None:
-    scripts = Scripts(connection)
-    script_keys = [
-        f"{keys.RQ}:queues",
-        keys.rq_queue(options.queue),
-        keys.rq_queue(keys.lane(options.queue, batch_id)),
-        keys.lanes(options.queue),
-        keys.batch(batch_id),
-        keys.batch_lines(batch_id),
-        keys.batch_errors(batch_id),
-        keys.batch_done(batch_id),
-    ]
-    cursor = int(connection.hget(keys.batch(batch_id), "cursor") or 0)
-    num_lines = 0
-    # One line ahead, so that the last chunk is known to be the last.
-    pending = next(lines, None)
-    while pending is not None:
-        args: list[Arg] = []
-        last_line = 0
-        for _ in range(options.submit.chunk_lines):
-            if pending is None:
-                break
-            num_lines += 1
-            last_line = pending.line
-            if pending.line > cursor:
-                args += _line_args(pending, batch_id, options)
-            pending = next(lines, None)
-        is_last = pending is None
-        if args or is_last:
-            head: list[Arg] = [
-                batch_id,
-                options.queue,
-                utcformat(now()),
-                f"batch line · {options.model}",
-                keys.FORMAT_VERSION,
-                "1" if options.stream else "0",
-                last_line,
-                "1" if is_last else "0",
-            ]
-            status, waiting = scripts.call("enqueue", script_keys, head + args)
-            if status != b"in_progress":
-                return  # cancelled meanwhile, or submitted to its end by somebody else
-            on_progress(num_lines)
-            if not is_last:
-                _await_room(connection, batch_id, waiting, options.submit.window_lines)
-
-
-def _await_room(connection: Redis, batch_id: str, waiting: int, window_lines: int) -> None:
-    """Wait while the server holds as many unended lines as it should; then let a part drain."""
-    while waiting >= window_lines:
-        time.sleep(_ROOM_POLL_SECONDS)
-        batch = Batches(connection).get(batch_id)
-        if batch.status is not Status.IN_PROGRESS:
-            return
-        waiting = batch.total - batch.ended
 
 
 def _line_args(line: BatchLine | LineError, batch_id: str, options: SubmitOptions) -> list[Arg]:

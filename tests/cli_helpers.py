@@ -205,8 +205,9 @@ def _answered(claimed: Claimed, text: str | None) -> Outcome:
 
 
 def _failed(code: str) -> Outcome:
+    message = f"it failed: {code}"
     error = {
-        "message": f"it failed: {code}",
+        "message": message,
         "type": "server_error",
         "param": None,
         "code": code,
@@ -214,9 +215,9 @@ def _failed(code: str) -> Outcome:
     }
     return Outcome(
         ending=Ending.FAILED,
-        payload=f"queue_service.errors.QsvcError: it failed: {code}".encode(),
+        payload=f"queue_service.errors.QsvcError: {message}".encode(),
         error=error,
         keep_seconds=KEEP_SECONDS,
         ended_at=time.time(),
-        stream_end=("e", "error", "code", code, "message", error["message"] or ""),
+        stream_end=("e", "error", "code", code, "message", message),
     )

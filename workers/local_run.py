@@ -24,7 +24,7 @@ from queue_service import keys
 from queue_service.batch_file import BatchFile, open_batch
 from queue_service.batches import Batch, Batches
 from queue_service.broker import Broker
-from queue_service.connection import connect
+from queue_service.connection import connect, unavailable
 from queue_service.errors import BatchNotFound, ConfigurationError, QsvcError, ServerUnavailable
 from queue_service.follow import follow
 from queue_service.local_server import LocalServer, state_lock
@@ -36,7 +36,7 @@ from queue_service.settings import (
     SubmitSettings,
     WorkerSettings,
 )
-from queue_service.submission import SubmitOptions, batch_id_of, submit_file
+from queue_service.submission import Feeder, SubmitOptions, batch_id_of
 from workers.child_settings import ChildSettings
 from workers.supervisor import CHILD, Supervisor, device_slot_lock
 
@@ -207,9 +207,9 @@ class LocalRun:
             submit=self._submit,
             retention=self._retention,
         )
-        with self._running_worker(redis):
-            submitted = submit_file(connection, file, options)
-            first = before or submitted.batch
+        feeder = Feeder(connection, file, options)
+        first = Batches(connection).get(batch_id)
+        with self._running_worker(redis), self._feeding(redis, feeder):
             follow(
                 connection,
                 batch_id,
@@ -292,6 +292,31 @@ class LocalRun:
                 if not self._stop_level:
                     supervisor.stop()
                 thread.join()
+
+    @contextlib.contextmanager
+    def _feeding(self, redis: RedisSettings, feeder: Feeder) -> Iterator[None]:
+        """Feed the batch on a thread of its own: a large file takes as long as its answers."""
+        has_ended = threading.Event()
+
+        def feed() -> None:
+            try:
+                with contextlib.closing(connect(redis)) as connection:
+                    feeder.feed(
+                        connection,
+                        should_stop=lambda: has_ended.is_set() or self._must_stop(),
+                    )
+            except QsvcError as error:
+                self._failure = error
+            except RedisError as error:
+                self._failure = unavailable(redis.url, error)
+
+        thread = threading.Thread(target=feed, name="feeder")
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
     def _must_stop(self) -> bool:
         return self._stop_level > 0 or self._failure is not None

@@ -135,8 +135,8 @@ class BatchWorker(BaseWorker):
     """
 
     job_class = SafeJob
-    queue_class = SafeQueue
-    death_penalty_class = _NoDeathPenalty  # type: ignore[assignment]
+    queue_class = SafeQueue  # type: ignore[assignment]  # RQ names the class itself
+    death_penalty_class = _NoDeathPenalty
 
     def __init__(
         self,

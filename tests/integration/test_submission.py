@@ -63,8 +63,15 @@ def queued(redis: Redis, queue: str = QUEUE) -> list[str]:
     """The ids that wait in a queue, in whatever lists it keeps them."""
     ids: list[str] = []
     for name in redis.scan_iter(f"{keys.rq_queue(queue)}*"):
-        ids += [job_id.decode() for job_id in redis.lrange(name, 0, -1)]
+        waiting: Any = redis.lrange(name, 0, -1)
+        ids += [job_id.decode() for job_id in waiting]
     return ids
+
+
+def the_only_batch(redis: Redis) -> str:
+    batch_ids: Any = redis.zrange(keys.batches(), 0, -1)
+    assert len(batch_ids) == 1
+    return str(batch_ids[0], "utf-8")
 
 
 def lines_of(redis: Redis, batch_id: str) -> list[dict[str, Any] | None]:
@@ -185,7 +192,7 @@ def test_a_submit_killed_half_way_is_completed_by_the_next(redis: Redis, tmp_pat
         submit_file(redis, file, options, on_progress=die)
     worker = HandWorker(redis, QUEUE)
     assert worker.answer_all() == 11
-    [batch_id] = [name.decode() for name in redis.zrange(keys.batches(), 0, -1)]
+    batch_id = the_only_batch(redis)
     half = Batches(redis).get(batch_id)
     assert half.status is Status.IN_PROGRESS, "a batch that is not submitted to its end ended"
     assert not half.is_submitted
@@ -398,8 +405,7 @@ def test_a_cancel_stops_a_submit_that_still_runs(redis: Redis, tmp_path: Path) -
 
     def cancel_once(num_lines: int) -> None:
         if num_lines == 10:
-            [batch_id] = redis.zrange(keys.batches(), 0, -1)
-            Batches(redis).cancel(batch_id.decode())
+            Batches(redis).cancel(the_only_batch(redis))
 
     with open_batch(path) as file:
         batch = submit_file(redis, file, options, on_progress=cancel_once).batch

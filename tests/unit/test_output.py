@@ -149,10 +149,10 @@ def test_a_file_with_something_else_in_it_is_refused_and_left_as_it_is(
     lines = [answered(9), answered(1)][:num_own_lines]
     path.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines) + foreign)
     before = path.read_bytes()
-    order = [9][:num_own_lines] + [1, 2]
-    with opened(EndedLines({}), order, path) as output:
-        with pytest.raises(ConfigurationError, match=r"out\.jsonl holds something else"):
-            output.resume()
+    order = [*[9][:num_own_lines], 1, 2]
+    refused = pytest.raises(ConfigurationError, match=r"out\.jsonl holds something else")
+    with opened(EndedLines({}), order, path) as output, refused:
+        output.resume()
     assert path.read_bytes() == before
 
 
@@ -163,9 +163,9 @@ def test_neither_file_is_cut_when_one_of_the_two_is_refused(tmp_path: Path) -> N
     torn = path.read_bytes()[:-3]
     path.write_bytes(torn)
     errors.write_text("my own notes\n")
-    with opened(reader, (1, 2), path, errors) as output:
-        with pytest.raises(ConfigurationError, match=r"errors\.jsonl"):
-            output.resume()
+    refused = pytest.raises(ConfigurationError, match=r"errors\.jsonl")
+    with opened(reader, (1, 2), path, errors) as output, refused:
+        output.resume()
     assert path.read_bytes() == torn
 
 

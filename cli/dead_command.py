@@ -1,0 +1,94 @@
+"""qsvc dead: look at the dead letter (RQ's FailedJobRegistry), retry or purge it."""
+
+from __future__ import annotations
+
+import click
+
+from cli.options import json_option, print_json, redis_option, server
+from queue_service.dead_letter import DeadLetter
+
+
+@click.group("dead")
+def command() -> None:
+    """Jobs that failed for good: list, show, retry, purge."""
+
+
+def _filters(wrapped: click.decorators.FC) -> click.decorators.FC:
+    wrapped = click.option("--code", help="Only those that failed with this code.")(wrapped)
+    return click.option("--queue", help="Only those of this queue.")(wrapped)
+
+
+@command.command("list")
+@_filters
+@redis_option
+@json_option
+def list_(queue: str | None, code: str | None, redis_url: str | None, as_json: bool) -> None:
+    """List failed jobs with the code and the reason, never their prompts."""
+    with server(redis_url) as connection:
+        for entry in DeadLetter(connection).entries(queue=queue, code=code):
+            if as_json:
+                print_json(entry.to_object())
+            else:
+                click.echo(f"{entry.job_id}  {entry.queue}  {entry.code}: {entry.message}")
+
+
+@command.command("show")
+@click.argument("job_id")
+@redis_option
+def show(job_id: str, redis_url: str | None) -> None:
+    """Show all that is known of one failed job, as JSON."""
+    with server(redis_url) as connection:
+        print_json(DeadLetter(connection).entry(job_id).to_object())
+
+
+@command.command("retry")
+@click.argument("job_ids", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All that the filters leave.")
+@_filters
+@redis_option
+def retry(
+    job_ids: tuple[str, ...],
+    everything: bool,
+    queue: str | None,
+    code: str | None,
+    redis_url: str | None,
+) -> None:
+    """Queue failed jobs again, with a clean record."""
+    with server(redis_url) as connection:
+        dead = DeadLetter(connection)
+        count = dead.retry(_chosen(dead, job_ids, everything=everything, queue=queue, code=code))
+    click.echo(f"{count} queued again")
+
+
+@command.command("purge")
+@click.argument("job_ids", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All that the filters leave.")
+@_filters
+@redis_option
+def purge(
+    job_ids: tuple[str, ...],
+    everything: bool,
+    queue: str | None,
+    code: str | None,
+    redis_url: str | None,
+) -> None:
+    """Delete failed jobs. Lines of a batch keep their error in the batch's results."""
+    with server(redis_url) as connection:
+        dead = DeadLetter(connection)
+        count = dead.purge(_chosen(dead, job_ids, everything=everything, queue=queue, code=code))
+    click.echo(f"{count} deleted")
+
+
+def _chosen(
+    dead: DeadLetter,
+    job_ids: tuple[str, ...],
+    *,
+    everything: bool,
+    queue: str | None,
+    code: str | None,
+) -> list[str]:
+    if everything == bool(job_ids):
+        raise click.UsageError("name jobs, or say --all (with --queue or --code to narrow it)")
+    if job_ids:
+        return list(job_ids)
+    return [entry.job_id for entry in dead.entries(queue=queue, code=code)]

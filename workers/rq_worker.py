@@ -215,47 +215,67 @@ class BatchWorker(BaseWorker):
 
         Returns:
             Whether any job was done.
+
+        Raises:
+            ConfigurationError: a living worker has this name.
+            EngineFailed: this process cannot go on; what it held is still in its name.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self.request_stop)
-        self._register()
         try:
-            self._loop(burst=burst)
+            self._await_name()
+            if not self._stop_level:
+                self._register()
+                self._loop(burst=burst)
         finally:
             self._generator.stop()
             self._aftercare.stop()
         # After a failure the worker stays listed with what it held: the supervisor hands it back.
-        try:
-            self.teardown()  # type: ignore[no-untyped-call]
-        except _SERVER_AWAY as error:
-            logger.warning("worker %s: could not sign off (%s)", self.name, error)
+        if self.birth_date is not None:
+            self._sign_off()
         logger.info("worker stopped name=%s done=%d", self.name, self.num_done)
         return self.num_done > 0
 
     def _register(self) -> None:
-        self._await_name()
         self.register_birth()  # type: ignore[no-untyped-call]
         self.subscribe()  # type: ignore[no-untyped-call]
-        self.set_state(WorkerStatus.IDLE)
         self._suspended = bool(is_suspended(self.connection))
+        self._show_state()
         self._heartbeat()
         logger.info("worker started name=%s queues=%s", self.name, ",".join(self.queue_names()))
 
     def _await_name(self) -> None:
-        """Take over the name of a worker that died; RQ refuses it for as long as it is listed."""
-        last = self.connection.hget(self.key, "last_heartbeat")
-        if last is None:
+        """Take over the name of a worker that died; RQ refuses it for as long as it is listed.
+
+        Returns early, with nothing done, when told to stop.
+        """
+        last, death = self.connection.hmget(self.key, "last_heartbeat", "death")
+        if last is None or death is not None:
             return
         until = self._clock() + self._settings.lease_seconds
-        while self._clock() < until and not self._stop_level:
-            self._results.wake.wait(self._settings.beat_seconds)
-            if self.connection.hget(self.key, "last_heartbeat") != last:
-                return  # it lives: register_birth refuses the name
+        while self._clock() < until:
+            self._rest(self._settings.beat_seconds)
+            if self._stop_level:
+                return
+            now_last = self.connection.hget(self.key, "last_heartbeat")
+            if now_last not in (None, last):
+                raise ConfigurationError(
+                    f"a worker named {self.name} is at work already; stop it, or give this one "
+                    "another name"
+                )
         self.connection.delete(self.key)
+
+    def _sign_off(self) -> None:
+        try:
+            self.teardown()  # type: ignore[no-untyped-call]
+        except _SERVER_AWAY as error:
+            logger.warning("worker %s: could not sign off (%s)", self.name, error)
 
     def _loop(self, *, burst: bool) -> None:
         pause = _FIRST_PAUSE_SECONDS
         while True:
+            # Also while the server is away: the supervisor watches the engine by it.
+            self._on_turn(len(self._running))
             try:
                 if not self._turn(burst=burst):
                     return
@@ -267,6 +287,8 @@ class BatchWorker(BaseWorker):
                 )  # fmt: skip
                 if self._is_out_of_grace():
                     return
+                # Rows may have ended and wait for the server: that is no stalled engine.
+                self._on_turn(0)
                 self._rest(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
                 self._connected_since = self._clock()
@@ -289,7 +311,6 @@ class BatchWorker(BaseWorker):
         if self._stop_level:
             return self._wind_down()
         looked = self._claim()
-        self._on_turn(self._load())
         if looked:
             return True
         if burst and not self._load() and not self._aftercare.is_busy:
@@ -299,20 +320,22 @@ class BatchWorker(BaseWorker):
 
     def _wind_down(self) -> bool:
         """Let what runs finish within the grace period; give back what does not."""
-        if self._stop_at is None:
-            self._stop_at = self._clock() + self._settings.grace_seconds
-            logger.info("worker stopping name=%s running=%d", self.name, self._load())
+        is_over = self._is_out_of_grace()
         if not self._load():
             return False
-        if self._is_out_of_grace():
+        if is_over:
             self._give_back()
             return False
         self._rest(_BUSY_POLL_SECONDS)
         return True
 
     def _is_out_of_grace(self) -> bool:
-        is_over = self._stop_at is not None and self._clock() >= self._stop_at
-        return self._stop_level > 1 or is_over
+        if not self._stop_level:
+            return False
+        if self._stop_at is None:
+            self._stop_at = self._clock() + self._settings.grace_seconds
+            logger.info("worker stopping name=%s running=%d", self.name, self._load())
+        return self._stop_level > 1 or self._clock() >= self._stop_at
 
     def _rest(self, seconds: float) -> None:
         self._results.wake.wait(seconds)

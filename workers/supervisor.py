@@ -10,6 +10,8 @@ import fcntl
 import json
 import logging
 import os
+import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,6 +67,7 @@ class Supervisor:
         self._child: subprocess.Popen[str] | None = None
         self._fatal: str | None = None
         self._stall = _StallWatch(settings.worker.engine_stall_seconds)
+        self._awake = _KeepAwake()
 
     def stop(self) -> None:
         """End the child in good order; asked again, hurry. Safe in a signal handler."""
@@ -127,6 +130,7 @@ class Supervisor:
                 child.kill()
             time.sleep(_POLL_SECONDS)
         reader.join(timeout=2)
+        self._awake.want(False)
         with contextlib.suppress(BrokenPipeError):
             child.stdin.close()
         self._child = None
@@ -148,6 +152,7 @@ class Supervisor:
             self._fatal = event["message"]
         elif event["event"] == "progress":
             self._stall.see(running=event["running"], steps=event["steps"])
+            self._awake.want(event["running"] > 0)
         self._on_event(event)
 
     def _bury(self) -> None:
@@ -173,6 +178,25 @@ def default_worker_name(alias: str, slot: str) -> str:
     """Return a name that tells people where the worker runs."""
     host = socket.gethostname().split(".")[0]
     return f"{host}-{alias}-{slot.replace(':', '')}"
+
+
+class _KeepAwake:
+    """Keeps a Mac from sleeping while jobs run; does nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._program = shutil.which("caffeinate") if platform.system() == "Darwin" else None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def want(self, is_wanted: bool) -> None:
+        if self._program is None or is_wanted == (self._process is not None):
+            return
+        if self._process is None:
+            # It ends by itself with this process, whatever happens to it.
+            self._process = subprocess.Popen([self._program, "-i", "-w", str(os.getpid())])
+        else:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
 
 
 class _StallWatch:

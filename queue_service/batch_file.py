@@ -209,7 +209,7 @@ class _LineReader:
                     param="url",
                 )
             body = fields if is_bare else _body(fields)
-            if parse_request(endpoint, body).stream:
+            if parse_request(endpoint, body, is_clean=True).stream:
                 raise RequestError("'stream' cannot be used in a batch file", param="stream")
         except RequestError as exc:
             return LineError(

@@ -303,10 +303,15 @@ _SENTENCES: Mapping[str, str] = {
 }
 
 
-def parse_request(endpoint: Endpoint, body: Mapping[str, Any]) -> Request:
+def parse_request(
+    endpoint: Endpoint, body: Mapping[str, Any], *, is_clean: bool = False
+) -> Request:
     """Check the body of one request and return it, frozen.
 
     Null means "unset" for every field. Lone surrogates are replaced by U+FFFD.
+
+    Args:
+        is_clean: the body came from a reader that replaced surrogates and bounded the nesting.
 
     Raises:
         RequestError: the first problem in one sentence, how many more there are, and the
@@ -315,7 +320,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any]) -> Request:
     if not isinstance(body, Mapping):
         raise RequestError("the body of a request must be an object")
     try:
-        body = replace_surrogates(dict(body))
+        body = body if is_clean else replace_surrogates(dict(body))
     except ValueError as exc:
         raise RequestError(f"the body of the request is {exc}") from None
     supported = _SUPPORTED_FIELDS[endpoint]

@@ -10,6 +10,7 @@ from typing import Any
 from redis import Redis
 
 from queue_service import keys
+from queue_service.errors import JobNotFound
 from queue_service.results import JobResult, read_job
 
 _BLOCK_MS = 1000
@@ -46,7 +47,7 @@ def read_text(
     """
     result = read_job(connection, job_id)
     last_id, attempt, num_tokens = b"0-0", 0, 0
-    has_text = False
+    seen = ""
     watch_at = clock()
     while True:
         if not result.has_ended and clock() >= watch_at:
@@ -58,22 +59,25 @@ def read_text(
             for entry_id, fields in entries:
                 last_id = entry_id
                 if b"e" in fields:
+                    yield from _rest(connection, job_id, seen)
                     yield _end(fields)
                     return
                 entry_attempt, first = int(fields.get(b"a", 1)), int(fields.get(b"i", 0))
-                restarted = entry_attempt > attempt and has_text and first == 0
+                restarted = entry_attempt > attempt and bool(seen) and first == 0
                 if entry_attempt > attempt:
                     attempt, num_tokens = entry_attempt, first
                 if entry_attempt < attempt or first < num_tokens or fields.get(b"c", b"0") != b"0":
                     continue
                 num_tokens = first
-                has_text = True
-                yield TextChunk(fields[b"t"].decode("utf-8", "replace"), restarted)
+                text = fields[b"t"].decode("utf-8", "replace")
+                seen = text if restarted else seen + text
+                yield TextChunk(text, restarted)
         if replies:
             continue
         if result.has_ended:
             # It ended without a stream, or its stream has expired: the result holds the text.
-            yield from _from_result(result)
+            yield from _rest(connection, job_id, seen)
+            yield _end_of(result)
             return
         result = read_job(connection, job_id)
 
@@ -83,15 +87,29 @@ def _end(fields: Mapping[bytes, bytes]) -> StreamEnd:
     return StreamEnd(fields[b"e"].decode(), message.decode() if message else None)
 
 
-def _from_result(result: JobResult) -> Iterator[TextChunk | StreamEnd]:
+def _end_of(result: JobResult) -> StreamEnd:
     if result.body is not None:
-        yield TextChunk(text_of(result.body), restarted=True)
-        yield StreamEnd("done")
-    elif result.status == "canceled":
-        yield StreamEnd("cancelled")
-    else:
-        error = result.error or {}
-        yield StreamEnd("error", str(error.get("message") or f"the job is {result.status}"))
+        return StreamEnd("done")
+    if result.status == "canceled":
+        return StreamEnd("cancelled")
+    error = result.error or {}
+    return StreamEnd("error", str(error.get("message") or f"the job is {result.status}"))
+
+
+def _rest(connection: Redis, job_id: str, seen: str) -> Iterator[TextChunk]:
+    """Yield what the answer holds beyond the text seen.
+
+    A worker that takes a job over streams it only from its next beat on, and may end before.
+    """
+    try:
+        body = read_job(connection, job_id).body
+    except JobNotFound:
+        return  # it asked to be deleted at its end
+    text = seen if body is None else text_of(body)
+    if not text.startswith(seen):
+        yield TextChunk(text, restarted=True)
+    elif text != seen:
+        yield TextChunk(text[len(seen) :])
 
 
 def text_of(body: Mapping[str, Any]) -> str:

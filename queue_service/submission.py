@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from redis import Redis
 from redis.exceptions import ResponseError
@@ -129,24 +132,52 @@ class Feeder:
         Args:
             should_stop: asked now and then; when it says so, the rest is left for another time.
         """
+        with ThreadPoolExecutor(1, thread_name_prefix="enqueue") as sender:
+            self._feed(connection, sender, on_progress, should_stop)
+
+    def _feed(
+        self,
+        connection: Redis,
+        sender: ThreadPoolExecutor,
+        on_progress: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
         scripts = Scripts(connection)
-        options = self._options
+        queue = self._options.queue
         script_keys = [
             f"{keys.RQ}:queues",
-            keys.rq_queue(options.queue),
-            keys.rq_queue(keys.lane(options.queue, self.batch_id)),
-            keys.lanes(options.queue),
+            keys.rq_queue(queue),
+            keys.rq_queue(keys.lane(queue, self.batch_id)),
+            keys.lanes(queue),
             keys.batch(self.batch_id),
             keys.batch_lines(self.batch_id),
             keys.batch_errors(self.batch_id),
             keys.batch_done(self.batch_id),
         ]
         cursor = int(connection.hget(keys.batch(self.batch_id), "cursor") or 0)
+        calls: deque[Future[Any]] = deque()
+        for num_lines, is_last, args in self._chunks(cursor):
+            calls.append(sender.submit(scripts.call, "enqueue", script_keys, args))
+            # The server works on one chunk while the next is being made.
+            while len(calls) > 1 or (calls and is_last):
+                status, waiting = calls.popleft().result()
+                if status != b"in_progress" or should_stop():
+                    return  # cancelled meanwhile, or submitted to its end by somebody else
+                on_progress(num_lines)
+                if not is_last:
+                    self._await_room(connection, waiting, should_stop)
+
+    def _chunks(self, cursor: int) -> Iterator[tuple[int, bool, list[Arg]]]:
+        """Yield lines read so far, whether it is the last chunk, and the script's arguments.
+
+        Lines up to the cursor were added before and are left out.
+        """
+        options = self._options
         lines = read_batch(self._file, max_lines=options.submit.max_lines)
         num_lines = 0
         # One line ahead, so that the last chunk is known to be the last.
         pending = next(lines, None)
-        while pending is not None and not should_stop():
+        while pending is not None:
             args: list[Arg] = []
             last_line = 0
             for _ in range(options.submit.chunk_lines):
@@ -169,12 +200,7 @@ class Feeder:
                     last_line,
                     "1" if is_last else "0",
                 ]
-                status, waiting = scripts.call("enqueue", script_keys, head + args)
-                if status != b"in_progress":
-                    return  # cancelled meanwhile, or submitted to its end by somebody else
-                on_progress(num_lines)
-                if not is_last:
-                    self._await_room(connection, waiting, should_stop)
+                yield num_lines, is_last, head + args
 
     def _endpoint(self) -> Endpoint:
         """Return the endpoint of the first good line; an empty file raises here."""

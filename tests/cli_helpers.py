@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from redis import Redis
 
-from queue_service.broker import Broker, Claimed, Ending, Outcome
+from queue_service.broker import Broker, Claimed, Ending, Outcome, Publication
 from queue_service.local_server import LocalServer
 from queue_service.payload import Encoding, decode_call, encode_value
 from queue_service.requests import Endpoint
@@ -168,6 +168,14 @@ class HandWorker:
     def fail(self, *claimed: Claimed, code: str = "internal_error") -> list[str]:
         """End jobs with an error; return what became of each."""
         return self._broker.finish([(one, _failed(code)) for one in claimed])
+
+    def stream(self, claimed: Claimed, number: int, *entries: Mapping[str, Any]) -> bool:
+        """Write entries to a job's stream; False when the execution is not ours any more."""
+        flat = [[str(part) for item in entry.items() for part in item] for entry in entries]
+        [is_ours] = self._broker.publish(
+            [Publication(claimed, number, [], flat)], keep_seconds=KEEP_SECONDS
+        )
+        return is_ours
 
     def answer_all(self) -> int:
         """Answer everything that is queued; return how many that was."""

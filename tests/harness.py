@@ -173,6 +173,11 @@ class ThreadWorker:
             self.worker.work(burst=self._burst)
         except BaseException as failure:
             self.failure = failure
+        finally:
+            # A worker that failed, or could not sign off, leaves that to the end of its process.
+            if self.worker.pubsub_thread is not None:
+                self.worker.pubsub_thread.stop()
+            self.worker.connection.close()
 
 
 @contextlib.contextmanager
@@ -186,7 +191,6 @@ def running_worker(settings: ChildSettings, *, step_seconds: float = 0.0) -> Ite
         worker.request_stop()
         worker.request_stop()
         worker.join()
-        worker.worker.connection.close()
     if worker.failure is not None:
         raise worker.failure
 

@@ -176,7 +176,8 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
         ),
         broker=broker,
         model_card=(settings.alias, _model_card(served.info)),
-        on_turn=lambda num_running: reporter.progress(num_running, engine.steps),
+        # Rows, not jobs: one that has ended may have to wait long for the server.
+        on_turn=lambda: reporter.progress(engine.num_rows, engine.steps),
     )
 
 

@@ -81,7 +81,7 @@ class Preparer:
         self._check_followers(claimed)
         call = decode_call(claimed.fields.get("data", b""))
         endpoint, body = _endpoint_and_body(call)
-        request = parse_request(endpoint, body)
+        request = parse_request(endpoint, body, is_clean=True)
         prompt_ids = self._encode(request)
         return PreparedRequest(
             claimed=claimed,

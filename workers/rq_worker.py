@@ -25,6 +25,7 @@ from rq.utils import now
 from rq.worker import BaseWorker, WorkerStatus
 
 from queue_service.broker import Beat, Broker, Claimed
+from queue_service.errors import ConfigurationError
 from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
 from queue_service.sweeper import Sweeper
@@ -42,6 +43,7 @@ _IDLE_POLL_SECONDS = 0.05
 _BUSY_POLL_SECONDS = 0.02
 _FINISH_CHUNK = 64
 _SCHEDULE_SECONDS = 1.0
+_LISTEN_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -152,7 +154,7 @@ class BatchWorker(BaseWorker):
         broker: Broker,
         model_card: tuple[str, Mapping[str, str]],
         clock: Callable[[], float] = time.monotonic,
-        on_turn: Callable[[int], None] = lambda num_running: None,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             list(queues), name=name, connection=connection, serializer="json", worker_ttl=30
@@ -187,6 +189,22 @@ class BatchWorker(BaseWorker):
     def _set_connection(self, connection: Redis) -> Redis:
         # RQ would raise the socket timeout to minutes, for a blocking pop that we do not use.
         return connection
+
+    def subscribe(self) -> None:
+        """Listen for commands on a thread."""
+        self.pubsub = self.connection.pubsub()  # type: ignore[no-untyped-call]
+        self.pubsub.subscribe(**{self.pubsub_channel_name: self.handle_payload})
+        # RQ would listen for a minute at a time, and its end would wait for this thread.
+        self.pubsub_thread = self.pubsub.run_in_thread(
+            sleep_time=_LISTEN_SECONDS, daemon=True, exception_handler=self._listen_again
+        )
+
+    def _listen_again(self, error: BaseException, *_: object) -> None:
+        # RQ's own handler lets the thread die of a timeout: no command would ever come again.
+        if not isinstance(error, _SERVER_AWAY):
+            raise error
+        logger.warning("the server is away, commands are not heard name=%s", self.name)
+        time.sleep(_FIRST_PAUSE_SECONDS)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Stop claiming, give running jobs the grace period; asked again, hurry."""
@@ -275,7 +293,7 @@ class BatchWorker(BaseWorker):
         pause = _FIRST_PAUSE_SECONDS
         while True:
             # Also while the server is away: the supervisor watches the engine by it.
-            self._on_turn(len(self._running))
+            self._on_turn()
             try:
                 if not self._turn(burst=burst):
                     return
@@ -287,8 +305,6 @@ class BatchWorker(BaseWorker):
                 )  # fmt: skip
                 if self._is_out_of_grace():
                     return
-                # Rows may have ended and wait for the server: that is no stalled engine.
-                self._on_turn(0)
                 self._rest(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
                 self._connected_since = self._clock()

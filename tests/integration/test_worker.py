@@ -6,6 +6,7 @@ import array
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from rq.suspension import resume, suspend
 
 from queue_service import keys
 from queue_service.connection import connect
-from queue_service.errors import ConfigurationError
+from queue_service.errors import ConfigurationError, QsvcError
 from queue_service.local_server import LocalServer
 from queue_service.results import read_job
 from queue_service.settings import RedisSettings
@@ -208,8 +209,8 @@ def test_progress_is_there_while_a_job_runs_and_gone_when_it_ends(
     settings = worker_settings(redis_url, progress_interval_seconds=0.05)
     with running_worker(settings, step_seconds=SLOW_STEP_SECONDS) as worker:
         [key] = eventually(lambda: matching(redis, "qsvc:progress:*"), "progress")
-        execution_id = redis.hget(keys.rq_job(job.id), "qsvc_execution")
-        assert key.decode() == keys.progress(job.id, (execution_id or b"").decode())
+        job_hash: Any = redis.hgetall(keys.rq_job(job.id))
+        assert key.decode() == keys.progress(job.id, job_hash[b"qsvc_execution"].decode())
         elements: Any = eventually(lambda: redis.lrange(key, 0, -1), "token ids")
         assert json.loads(elements[0])["seed"] == default_seed(job.id, 0, 0)
         ids = array.array("I", b"".join(elements[1:])).tolist()
@@ -251,7 +252,6 @@ def test_the_name_of_a_living_worker_is_refused(redis: Redis, redis_url: str) ->
         first.hasten()
         wait_for_status([job], "finished")
         assert [worker.name for worker in Worker.all(connection=redis)] == ["twin"]
-    second.worker.connection.close()
 
 
 def test_a_second_supervisor_does_not_bury_the_living_worker_of_its_name(
@@ -263,19 +263,40 @@ def test_a_second_supervisor_does_not_bury_the_living_worker_of_its_name(
         wait_for_rows(first, 1)
         with supervised_worker(settings) as second:
             second.join()
-            assert isinstance(second.failure, ConfigurationError)
+            assert isinstance(second.failure, QsvcError)
+            assert "twin" in str(second.failure)
         first.hasten()
         wait_for_status([job], "finished")
     assert redis.hget(keys.rq_job(job.id), "qsvc_attempt") == b"1"
 
 
 def test_the_name_of_a_dead_worker_is_taken_over(redis: Redis, redis_url: str) -> None:
-    fields = {"birth": "2026-01-01T00:00:00Z", "last_heartbeat": "2026-01-01T00:00:00Z"}
-    redis.hset(keys.rq_worker("worker"), mapping={**fields, "queues": NORMAL})
+    long_ago = "2026-01-01T00:00:00Z"
+    for field in ("birth", "last_heartbeat"):
+        redis.hset(keys.rq_worker("worker"), field, long_ago)
     job = enqueue_chat(redis, "hello")
     with running_worker(worker_settings(redis_url)):
         wait_for_status([job], "finished")
-    assert redis.hget(keys.rq_worker("worker"), "birth") != fields["birth"].encode()
+        assert redis.hget(keys.rq_worker("worker"), "birth") != long_ago.encode()
+
+
+def test_a_name_that_was_signed_off_is_free_at_once(redis: Redis, redis_url: str) -> None:
+    settings = worker_settings(redis_url, lease_seconds=60, burst=True)
+    since = time.monotonic()
+    for _ in range(2):
+        with running_worker(settings) as worker:
+            worker.join()
+    assert time.monotonic() - since < 10
+
+
+def test_a_worker_told_to_stop_while_it_waits_for_a_name_leaves_it_alone(
+    redis: Redis, redis_url: str
+) -> None:
+    redis.hset(keys.rq_worker("worker"), "last_heartbeat", "2026-01-01T00:00:00Z")
+    with running_worker(worker_settings(redis_url, lease_seconds=60)) as worker:
+        worker.request_stop()
+        worker.join()
+    assert redis.hkeys(keys.rq_worker("worker")) == [b"last_heartbeat"]
 
 
 # Stops --------------------------------------------------------------------------------------
@@ -419,10 +440,15 @@ def test_an_engine_fault_leaves_the_worker_listed_with_what_it_held(
     assert isinstance(worker.failure, EngineFailed)
     assert status(job) == "started"
     assert redis.scard(f"{keys.rq_worker('worker')}:executions") == 1
-    worker.worker.connection.close()
 
 
 # Outages ------------------------------------------------------------------------------------
+
+
+def wait_for_ears(redis: Redis) -> None:
+    """Wait until the worker hears commands; what is sent to it before is lost."""
+    channel = "rq:pubsub:worker"
+    eventually(lambda: dict(redis.pubsub_numsub(channel))[channel.encode()], "a listener")
 
 
 def test_a_restarted_server_costs_no_job_and_no_token(
@@ -451,11 +477,26 @@ def test_a_restarted_server_costs_no_job_and_no_token(
                 assert streamed_text(entries) == LONG_TEXT + str(i)
                 assert entries[-1][b"e"] == b"done"
             worker.engine.step_seconds = SLOW_STEP_SECONDS
+            wait_for_ears(redis)
             stopped = enqueue_chat(redis, LONG_TEXT)
             wait_for_rows(worker, 1)
             send_stop_job_command(redis, stopped.id)
             wait_for_status([stopped], "stopped")
-        assert worker.failure is None
+
+
+def test_a_worker_can_be_stopped_while_the_server_is_away(
+    make_server: Callable[..., LocalServer], kill_server: Callable[[LocalServer], None]
+) -> None:
+    server = make_server()
+    url = server.start()
+    with connect(RedisSettings.load(url=url)) as redis:
+        enqueue_chat(redis, LONG_TEXT)
+        settings = worker_settings(url, grace_seconds=0.3)
+        with running_worker(settings, step_seconds=SLOW_STEP_SECONDS) as worker:
+            wait_for_rows(worker, 1)
+            kill_server(server)
+            worker.request_stop()
+            worker.join()
 
 
 def test_a_long_outage_is_no_stalled_engine(
@@ -466,14 +507,42 @@ def test_a_long_outage_is_no_stalled_engine(
     server = make_server()
     url = server.start()
     with connect(RedisSettings.load(url=url)) as redis:
-        job = enqueue_chat(redis, LONG_TEXT[:100], job_timeout=-1)
-        settings = worker_settings(url, engine_stall_seconds=1)
+        job = enqueue_chat(redis, LONG_TEXT[:150])
+        redis.set(keys.watch(job.id), "1", ex=30)
+        settings = worker_settings(url, engine_stall_seconds=2.5)
         with supervised_worker(settings) as supervised:
             eventually(lambda: any(event.get("running") for event in supervised.events), "a report")
+            eventually(lambda: stream_entries(redis, job), "its text streams")
             kill_server(server)
-            down_until = time.monotonic() + 2.5
+            down_until = time.monotonic() + 3.5
             eventually(lambda: time.monotonic() > down_until, "the outage lasts")
             server.start()
             wait_for_status([job], "finished")
             assert supervised.num_starts == 1
         assert redis.hget(keys.rq_job(job.id), "qsvc_attempt") == b"1"
+
+
+def test_commands_are_heard_again_after_a_server_that_hung(
+    make_server: Callable[..., LocalServer], kill_server: Callable[[LocalServer], None]
+) -> None:
+    server = make_server()
+    url = server.start()
+    socket_path = url.removeprefix("unix://")
+    with connect(RedisSettings.load(url=url)) as redis:
+        settings = worker_settings(url, redis={"socket_timeout_seconds": 0.2})
+        with running_worker(settings, step_seconds=SLOW_STEP_SECONDS) as worker:
+            wait_for_ears(redis)
+            job = enqueue_chat(redis, LONG_TEXT)
+            wait_for_rows(worker, 1)
+            kill_server(server)
+            os.unlink(socket_path)
+            with socket.socket(socket.AF_UNIX) as deaf:
+                deaf.bind(socket_path)
+                deaf.listen()
+                hung_until = time.monotonic() + 1.0
+                eventually(lambda: time.monotonic() > hung_until, "the server hangs")
+            os.unlink(socket_path)
+            server.start()
+            wait_for_ears(redis)
+            send_stop_job_command(redis, job.id)
+            wait_for_status([job], "stopped")

@@ -8,8 +8,9 @@ from types import FrameType
 
 import click
 
-from cli.options import redis_option, say
+from cli.options import redis_option, say, server
 from queue_service import keys
+from queue_service.connection import check_server
 from queue_service.errors import ConfigurationError
 from queue_service.settings import PathSettings, RedisSettings, RetentionSettings, WorkerSettings
 
@@ -67,6 +68,9 @@ def command(
         name=worker.name or default_worker_name(served_alias, slot),
         burst=burst,
     )
+    # A mistake in the URL shows here; a server that goes away later is waited for.
+    with server(redis_url) as connection:
+        check_server(connection)
     supervisor = Supervisor(settings)
 
     def stop(signum: int, frame: FrameType | None) -> None:

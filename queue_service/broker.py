@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import uuid
 import zlib
@@ -98,7 +99,7 @@ class Outcome:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    stream_end: Sequence[str] = ("e", "done")
+    stream_end: tuple[str, ...] = ("e", "done")
     has_stream: bool = False
     stream_keep_seconds: int = 600
     may_retry: bool = False
@@ -164,7 +165,9 @@ class Broker:
             crash_retries,
             keys.FORMAT_VERSION,
         ]
-        args += [uuid.uuid4().hex for _ in range(count)]
+        # One random number a call, counted up: drawing one a job costs a system call each.
+        unique = uuid.uuid4().hex[:26]
+        args += [f"{unique}{i:06x}" for i in range(count)]
         rows, looked = self._scripts.call(
             "claim",
             [
@@ -200,47 +203,62 @@ class Broker:
         status such as ``canceled`` or ``deleted`` mean that the outcome was refused and left no
         trace.
         """
-        calls = [self._finish_call(claimed, outcome) for claimed, outcome in outcomes]
-        return [reply.decode() for reply in self._scripts.call_many("finish", calls)]
+        by_queue: dict[str, list[int]] = {}
+        for i, (claimed, _) in enumerate(outcomes):
+            by_queue.setdefault(claimed.queue, []).append(i)
+        calls = [
+            self._finish_call(queue, [outcomes[i] for i in indexes])
+            for queue, indexes in by_queue.items()
+        ]
+        replies = [""] * len(outcomes)
+        for indexes, reply in zip(
+            by_queue.values(), self._scripts.call_many("finish", calls), strict=True
+        ):
+            for i, word in zip(indexes, reply, strict=True):
+                replies[i] = word.decode()
+        return replies
 
-    def _finish_call(self, claimed: Claimed, outcome: Outcome) -> tuple[list[str], list[Arg]]:
-        finished = outcome.ending is Ending.FINISHED
-        registry = keys.rq_finished if finished else keys.rq_failed
-        payload = outcome.payload if finished else zlib.compress(outcome.payload)
+    def _finish_call(
+        self, queue: str, outcomes: Sequence[tuple[Claimed, Outcome]]
+    ) -> tuple[list[str], list[Arg]]:
         script_keys = [
-            keys.rq_started(claimed.queue),
-            registry(claimed.queue),
+            keys.rq_started(queue),
+            keys.rq_finished(queue),
+            keys.rq_failed(queue),
             self._worker_key,
             self._executions_key,
-            keys.rq_queue(claimed.queue),
-            keys.rq_scheduled(claimed.queue),
-            keys.aftercare(claimed.queue),
+            keys.rq_queue(queue),
+            keys.rq_scheduled(queue),
+            keys.aftercare(queue),
         ]
         args: list[Arg] = [
-            claimed.job_id,
-            claimed.execution_id,
-            outcome.ending.value,
             utcformat(now()),
-            outcome.keep_seconds,
             self._worker,
-            claimed.started_at,
-            outcome.ended_at,
-            1 if finished else 2,
-            "return_value" if finished else "exc_string",
-            base64.b64encode(payload),
-            "" if outcome.error is None else json.dumps(outcome.error, ensure_ascii=False),
-            "completed" if finished else "failed",
-            outcome.prompt_tokens,
-            outcome.completion_tokens,
-            outcome.cached_tokens,
-            json.dumps(list(outcome.stream_end), ensure_ascii=False),
-            outcome.stream_keep_seconds,
-            "1" if outcome.has_stream else "0",
-            "1" if outcome.may_retry else "0",
-            "" if outcome.retry_seconds is None else outcome.retry_seconds,
             _MOST_TRANSIENT_TRIES,
             _AFTERCARE_SECONDS,
         ]
+        for claimed, outcome in outcomes:
+            is_finished = outcome.ending is Ending.FINISHED
+            payload = outcome.payload if is_finished else zlib.compress(outcome.payload)
+            error, retry = outcome.error, outcome.retry_seconds
+            args += [
+                claimed.job_id,
+                claimed.execution_id,
+                outcome.ending.value,
+                outcome.keep_seconds,
+                claimed.started_at,
+                outcome.ended_at,
+                base64.b64encode(payload),
+                "" if error is None else json.dumps(error, ensure_ascii=False),
+                outcome.prompt_tokens,
+                outcome.completion_tokens,
+                outcome.cached_tokens,
+                _json_array(outcome.stream_end),
+                outcome.stream_keep_seconds,
+                "1" if outcome.has_stream else "0",
+                "1" if outcome.may_retry else "0",
+                "" if retry is None else retry,
+            ]
         return script_keys, args
 
     def beat(
@@ -385,6 +403,11 @@ class Broker:
     def server_uptime_seconds(self) -> int:
         """Return how long the server has been up."""
         return int(self._connection.info("server")["uptime_in_seconds"])
+
+
+@functools.lru_cache(maxsize=64)
+def _json_array(items: tuple[str, ...]) -> str:
+    return json.dumps(items, ensure_ascii=False)
 
 
 def bury_worker(connection: Redis, name: str) -> list[str]:

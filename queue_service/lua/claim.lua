@@ -10,13 +10,15 @@
 -- of a newer format stay where they are.
 -- A job that still names an earlier execution was lost with its worker: that death is charged
 -- to it unless it had come further than ever before. Only a death alone counts beyond a suspect.
--- Returns {{id, execution, queue index from 0, flat hash}…}, number of ids looked at.
+-- Returns {{id, execution, queue index from 0, flat hash}…}, number of ids looked at. The hash
+-- is as it was before the claim, with what the claim changed at its end.
 local wkey, wex, suspended, queues = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, iso, lease, n = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local crash_retries = tonumber(ARGV[5])
+local crash_retries, version = tonumber(ARGV[5]), tonumber(ARGV[6])
 local out, looked = {}, 0
 if redis.call('EXISTS', suspended) == 1 then return {out, 0} end
 local now = redis_now()
+local lease_end = math.floor(now) + lease
 
 local function tokens_of(progress)
   local tokens = 0
@@ -24,78 +26,87 @@ local function tokens_of(progress)
   return tokens
 end
 
-local function charge_death(id, jk, earlier, alone, reached)
-  local progress = 'qsvc:progress:' .. id .. ':' .. earlier
+-- Return the deaths and the furthest progress of a job whose last worker was lost.
+local function charge_death(id, f)
+  local progress = 'qsvc:progress:' .. id .. ':' .. f.qsvc_execution
   local tokens = tokens_of(progress)
   redis.call('DEL', progress)
-  redis.call('HDEL', jk, 'qsvc_alone')
-  if tokens > tonumber(reached or 0) then
-    redis.call('HSET', jk, 'qsvc_deaths', 0, 'qsvc_reached', tokens)
-  elseif alone then
-    redis.call('HINCRBY', jk, 'qsvc_deaths', 1)
-  elseif tonumber(redis.call('HGET', jk, 'qsvc_deaths') or 0) < crash_retries then
-    redis.call('HINCRBY', jk, 'qsvc_deaths', 1)
-  end
+  local deaths, reached = tonumber(f.qsvc_deaths or 0), tonumber(f.qsvc_reached or 0)
+  if tokens > reached then return 0, tokens end
+  if is_set(f.qsvc_alone) or deaths < crash_retries then deaths = deaths + 1 end
+  return deaths, reached
 end
 
-local function start(id, jk, f, wip, queue_index)
+local function start(id, jk, flat, f, wip, queue_index)
   local ex = ARGV[7 + #out]
   local composite = id .. ':' .. ex
-  local ek = RQ .. ':execution:' .. composite
+  local ek, executions = RQ .. ':execution:' .. composite, RQ .. ':executions:' .. id
   redis.call('HSET', ek, 'id', ex, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
     'worker_name', worker)
   redis.call('EXPIRE', ek, lease)
-  redis.call('ZADD', RQ .. ':executions:' .. id, now + lease + 60, ex)
-  redis.call('EXPIRE', RQ .. ':executions:' .. id, lease + 60)
-  redis.call('ZADD', wip, math.floor(now) + lease, composite)
+  redis.call('ZADD', executions, now + lease + 60, ex)
+  redis.call('EXPIRE', executions, lease + 60)
+  redis.call('ZADD', wip, lease_end, composite)
   redis.call('SADD', wex, composite)
-  if is_set(f[2]) then charge_death(id, jk, f[2], is_set(f[5]), f[6]) end
-  redis.call('HSET', jk, 'status', 'started', 'started_at', iso, 'last_heartbeat', iso,
-    'worker_name', worker, 'qsvc_execution', ex)
-  redis.call('HINCRBY', jk, 'qsvc_attempt', 1)
-  redis.call('PERSIST', jk)
+  local set = {'status', 'started', 'started_at', iso, 'last_heartbeat', iso, 'worker_name',
+    worker, 'qsvc_execution', ex, 'qsvc_attempt', tostring(tonumber(f.qsvc_attempt or 0) + 1)}
+  local function also(field, value)
+    set[#set + 1] = field
+    set[#set + 1] = tostring(value)
+  end
+  if is_set(f.qsvc_execution) then
+    local deaths, reached = charge_death(id, f)
+    also('qsvc_deaths', deaths)
+    also('qsvc_reached', reached)
+    also('qsvc_alone', '')
+  end
   -- Stock RQ tools fail an abandoned job that has no retries left. The budget is filled up at
   -- every claim: how often a job may lose its worker is ours to count.
-  if not is_set(f[3]) or f[4] == '1' then
-    redis.call('HSET', jk, 'retries_left', 2, 'enqueue_at_front_on_retry', '1',
-      'qsvc_auto_retry', '1')
+  if not is_set(f.retries_left) or f.qsvc_auto_retry == '1' then
+    also('retries_left', 2)
+    also('enqueue_at_front_on_retry', 1)
+    also('qsvc_auto_retry', 1)
   end
   -- A plain job's description is RQ's repr of its arguments: the prompt.
-  if redis.call('HEXISTS', jk, 'qsvc_batch') == 0 then
-    redis.call('HSET', jk, 'description', 'qsvc request')
-  end
-  out[#out + 1] = {id, ex, queue_index, redis.call('HGETALL', jk)}
+  if not f.qsvc_batch then also('description', 'qsvc request') end
+  redis.call('HSET', jk, unpack(set))
+  if is_set(f.ttl) then redis.call('PERSIST', jk) end
+  for i = 1, #set do flat[#flat + 1] = set[i] end
+  out[#out + 1] = {id, ex, queue_index, flat}
 end
 
 for q = 5, #KEYS, 3 do
   local main, wip, lanes = KEYS[q], KEYS[q + 1], KEYS[q + 2]
+  local num_lanes = redis.call('LLEN', lanes)
   local newer, misses = {}, 0
-  while #out < n and looked < 2000 do
-    local lane = redis.call('LMOVE', lanes, lanes, 'LEFT', 'RIGHT') or '-'
+  while #out < n and looked < 2000 and misses <= num_lanes do
+    local lane = num_lanes > 0 and redis.call('LMOVE', lanes, lanes, 'LEFT', 'RIGHT') or '-'
     local list = lane == '-' and main or main .. ':' .. lane
     local id = redis.call('LPOP', list)
     if id then
       misses = 0
       looked = looked + 1
       local jk = job_key(id)
-      local f = redis.call('HMGET', jk, 'status', 'qsvc_execution', 'retries_left',
-        'qsvc_auto_retry', 'qsvc_alone', 'qsvc_reached', 'qsvc_v')
-      if f[1] == 'queued' then
-        if tonumber(f[7] or 1) > tonumber(ARGV[6]) then
+      local flat = redis.call('HGETALL', jk)
+      local f = {}
+      for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
+      if f.status == 'queued' then
+        if tonumber(f.qsvc_v or 1) > version then
           newer[#newer + 1] = {list, id}
         else
-          start(id, jk, f, wip, (q - 5) / 3)
+          start(id, jk, flat, f, wip, (q - 5) / 3)
         end
       end
+    elseif lane == '-' then
+      misses = misses + 1
     else
-      if lane ~= '-' then
-        redis.call('LREM', lanes, 1, lane)
-        redis.call('SREM', queues, list)
-        if redis.call('LLEN', lanes) == 1 then redis.call('DEL', lanes) end
-      else
-        misses = misses + 1
+      redis.call('LREM', lanes, 1, lane)
+      redis.call('SREM', queues, list)
+      num_lanes = num_lanes - 1
+      if num_lanes == 1 then  -- only the queue itself is left: it needs no turns
+        redis.call('DEL', lanes)
+        num_lanes = 0
       end
-      if misses > redis.call('LLEN', lanes) then break end
     end
   end
   for i = #newer, 1, -1 do redis.call('LPUSH', newer[i][1], newer[i][2]) end

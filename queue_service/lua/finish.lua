@@ -1,130 +1,190 @@
--- FINISH: end one execution with its outcome: result, registries, counters, batch, stream end;
--- or put the job up for another try. Accepted only while the execution holds its lease and the
--- job is started, so once.
--- KEYS 1 rq:wip:<q>  2 rq:finished:<q> or rq:failed:<q>  3 rq:worker:<w>
---      4 rq:worker:<w>:executions  5 rq:queue:<q>  6 rq:scheduled:<q>  7 qsvc:aftercare:<q>
--- ARGV 1 job id  2 execution id  3 status (finished, failed, stopped)  4 iso time
---      5 seconds to keep (0 delete at once, -1 for ever)  6 worker name
---      7 execution start  8 execution end (epoch)  9 result type  10 result field
---      11 result payload  12 error (JSON) or ''  13 batch outcome
---      14 prompt tokens  15 completion tokens  16 cached tokens
---      17 the stream's last entry as a JSON array  18 seconds to keep the stream
---      19 '1' to end the stream even when it has no entry yet
---      20 '1' when the job's own Retry applies to this failure
---      21 seconds until a transient failure is tried again, or ''  22 most such tries
---      23 seconds after which another worker may take over the aftercare
--- Writes also rq:job:<id>, rq:results:<id>, the batch's keys, qsvc:stream:<id>;
--- drops qsvc:progress:<id>:<execution>.
--- Returns ok; aftercare (ok, and the job is in qsvc:aftercare:<q> for its dependents, callbacks
--- or rate limit); retry; lost (not our lease); or the status that refused the result.
-local wip, registry, wkey, wex, queue, scheduled, aftercare = unpack(KEYS)
-local id, ex, status, iso, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local jk = job_key(id)
-local held = redis.call('ZSCORE', wip, id .. ':' .. ex)
-end_execution(wip, wex, id, ex)
-redis.call('DEL', 'qsvc:progress:' .. id .. ':' .. ex)
-if not held then
-  -- Sent a second time because the first reply was lost: it was accepted then.
-  local last = redis.call('XREVRANGE', RQ .. ':results:' .. id, '+', '-', 'COUNT', 1)[1]
-  if last then
-    for i = 1, #last[2], 2 do
-      if last[2][i] == 'execution_id' and last[2][i + 1] == ex then return 'ok' end
-    end
-  end
-  return 'lost'
-end
-local f = redis.call('HMGET', jk, 'status', 'retries_left', 'qsvc_auto_retry', 'retry_intervals',
-  'repeats_left', 'repeat_intervals', 'success_callback_name', 'failure_callback_name',
-  'stopped_callback_name', 'rate_limit_key', 'enqueue_at_front_on_retry')
-if not f[1] then return 'deleted' end
-if f[1] ~= 'started' then return f[1] end
+-- FINISH: end executions with their outcomes: results, registries, counters, batches, stream
+-- ends; or put jobs up for another try. Each is accepted only while the execution holds its
+-- lease and the job is started, so once.
+-- KEYS 1 rq:wip:<q>  2 rq:finished:<q>  3 rq:failed:<q>  4 rq:worker:<w>
+--      5 rq:worker:<w>:executions  6 rq:queue:<q>  7 rq:scheduled:<q>  8 qsvc:aftercare:<q>
+-- ARGV 1 iso time  2 worker name  3 most tries of a transient failure  4 seconds after which
+--      another worker may take over the aftercare
+--      then per execution: job id, execution id, status (finished, failed, stopped), seconds to
+--      keep (0 delete at once, -1 for ever), start, end (epoch), result payload, error (JSON) or
+--      '', prompt tokens, completion tokens, cached tokens, the stream's last entry as a JSON
+--      array, seconds to keep the stream, '1' to end the stream even when it has no entry yet,
+--      '1' when the job's own Retry applies, seconds until a transient failure is tried again or ''
+-- Writes also rq:job:<id>, rq:results:<id>, rq:executions:<id>, the batches' keys,
+-- qsvc:stream:<id>; drops rq:execution:<id>:<ex>, qsvc:progress:<id>:<ex>.
+-- Returns for each: ok; aftercare (ok, and the job is in qsvc:aftercare:<q> for its dependents,
+-- callbacks or rate limit); retry; lost (not our lease); or the status that refused the result.
+local wip, finished, failed, wkey, wex, queue, scheduled, aftercare = unpack(KEYS)
+local iso, worker, most_tries, care_seconds = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local STEP = 16
+local now = redis_now()
+local seconds_now = math.floor(now)
+local counts = {finished = 0, failed = 0, working = 0}
+local batches = {}
 
-redis.call('HINCRBY', wkey, status == 'finished' and 'successful_job_count' or 'failed_job_count', 1)
-redis.call('HINCRBYFLOAT', wkey, 'total_working_time', tonumber(ARGV[8]) - tonumber(ARGV[7]))
-redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
-
--- Put the job up again, now or after some seconds.
-local function again(seconds, at_front)
+-- Put a job up again, now or after some seconds.
+local function again(jk, id, seconds, at_front)
   redis.call('HSET', jk, 'started_at', '', 'worker_name', '')
   if seconds > 0 then
     redis.call('HSET', jk, 'status', 'scheduled')
-    redis.call('ZADD', scheduled, math.floor(redis_now()) + seconds, id)
+    redis.call('ZADD', scheduled, seconds_now + seconds, id)
   else
     redis.call('HSET', jk, 'status', 'queued', 'enqueued_at', iso)
     redis.call(at_front and 'LPUSH' or 'RPUSH', queue, id)
   end
 end
 
-local user_retries = f[3] ~= '1' and tonumber(f[2] or 0) or 0
-if ARGV[21] ~= '' then
-  if redis.call('HINCRBY', jk, 'qsvc_transient', 1) <= tonumber(ARGV[22]) then
-    again(tonumber(ARGV[21]), true)
+-- The reply to an outcome that was sent before and whose first reply was lost.
+local function was_accepted(id, ex)
+  local last = redis.call('XREVRANGE', RQ .. ':results:' .. id, '+', '-', 'COUNT', 1)[1]
+  if not last then return false end
+  for i = 1, #last[2], 2 do
+    if last[2][i] == 'execution_id' then return last[2][i + 1] == ex end
+  end
+  return false
+end
+
+local function settle(id, f, outcome, prompt, completion, cached)
+  if not is_set(f.batch) or is_set(f.settled) then return end
+  local key = batch_key(f.batch)
+  local b = batches[key]
+  if b == nil then
+    b = redis.call('EXISTS', key) == 1
+      and {completed = 0, failed = 0, prompt = 0, completion = 0, cached = 0}
+    batches[key] = b
+  end
+  if not b then return end
+  b[outcome] = b[outcome] + 1
+  b.prompt, b.completion, b.cached = b.prompt + prompt, b.completion + completion, b.cached + cached
+  redis.call('XADD', key .. ':done', '*', 'l', f.line, 's', outcome)
+end
+
+local FIELDS = {'status', 'retries_left', 'qsvc_auto_retry', 'retry_intervals', 'repeats_left',
+  'repeat_intervals', 'success_callback_name', 'failure_callback_name', 'stopped_callback_name',
+  'rate_limit_key', 'enqueue_at_front_on_retry', 'qsvc_batch', 'qsvc_line', 'qsvc_settled'}
+
+local function finish_one(at)
+  local id, ex, status, keep = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
+  local start, finish, payload, err = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6], ARGV[at + 7]
+  local jk, composite = job_key(id), id .. ':' .. ex
+  local held = redis.call('ZREM', wip, composite) == 1
+  redis.call('DEL', RQ .. ':execution:' .. composite, 'qsvc:progress:' .. composite)
+  redis.call('ZREM', RQ .. ':executions:' .. id, ex)
+  redis.call('SREM', wex, composite)
+  if not held then return was_accepted(id, ex) and 'ok' or 'lost' end
+  local f = redis.call('HMGET', jk, unpack(FIELDS))
+  if not f[1] then return 'deleted' end
+  if f[1] ~= 'started' then return f[1] end
+
+  counts[status == 'finished' and 'finished' or 'failed'] =
+    counts[status == 'finished' and 'finished' or 'failed'] + 1
+  counts.working = counts.working + tonumber(finish) - tonumber(start)
+
+  local user_retries = f[3] ~= '1' and tonumber(f[2] or 0) or 0
+  local transient_seconds = ARGV[at + 15]
+  if transient_seconds ~= '' then
+    if redis.call('HINCRBY', jk, 'qsvc_transient', 1) <= most_tries then
+      redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
+      again(jk, id, tonumber(transient_seconds), true)
+      return 'retry'
+    end
+  elseif ARGV[at + 14] == '1' and user_retries > 0 then
+    local seconds = 0
+    if is_set(f[4]) then
+      local intervals = cjson.decode(f[4])
+      if #intervals > 0 then seconds = intervals[math.max(#intervals - user_retries, 0) + 1] end
+    end
+    redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
+    redis.call('HINCRBY', jk, 'retries_left', -1)
+    again(jk, id, seconds, f[11] == '1')
     return 'retry'
   end
-elseif ARGV[20] == '1' and user_retries > 0 then
-  local seconds = 0
-  if is_set(f[4]) then
-    local intervals = cjson.decode(f[4])
-    if #intervals > 0 then seconds = intervals[math.max(#intervals - user_retries, 0) + 1] end
+
+  local outcome = status == 'finished' and 'completed' or 'failed'
+  settle(id, {batch = f[12], line = f[13], settled = f[14]}, outcome, tonumber(ARGV[at + 8]),
+    tonumber(ARGV[at + 9]), tonumber(ARGV[at + 10]))
+  local drop = {'qsvc_execution', 'qsvc_alone', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient'}
+  if f[3] == '1' then
+    drop[6], drop[7] = 'qsvc_auto_retry', 'retries_left'
   end
-  redis.call('HINCRBY', jk, 'retries_left', -1)
-  again(seconds, f[11] == '1')
-  return 'retry'
-end
+  redis.call('HDEL', jk, unpack(drop))
+  local stream = 'qsvc:stream:' .. id
+  if ARGV[at + 13] == '1' or redis.call('EXISTS', stream) == 1 then
+    redis.call('XADD', stream, '*', unpack(cjson.decode(ARGV[at + 11])))
+    redis.call('EXPIRE', stream, ARGV[at + 12])
+  end
 
-if f[3] == '1' then redis.call('HDEL', jk, 'qsvc_auto_retry', 'retries_left') end
-redis.call('HDEL', jk, 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient')
-settle_line(id, ARGV[13], ARGV[14], ARGV[15], ARGV[16])
-local stream = 'qsvc:stream:' .. id
-if ARGV[19] == '1' or redis.call('EXISTS', stream) == 1 then
-  redis.call('XADD', stream, '*', unpack(cjson.decode(ARGV[17])))
-  redis.call('EXPIRE', stream, ARGV[18])
-end
-
-local callback = status == 'finished' and f[7] or status == 'failed' and f[8]
-  or status == 'stopped' and f[9]
-local needs_care = is_set(callback) or is_set(f[10])
-  or redis.call('EXISTS', jk .. ':dependents') == 1
-local repeats = status == 'finished' and tonumber(f[5] or 0) or 0
-local results = RQ .. ':results:' .. id
-if keep == 0 and not needs_care and repeats == 0 then
-  redis.call('DEL', jk, results, RQ .. ':executions:' .. id)
+  local callback = status == 'finished' and f[7] or status == 'failed' and f[8]
+    or status == 'stopped' and f[9]
+  local needs_care = is_set(callback) or is_set(f[10])
+    or redis.call('EXISTS', jk .. ':dependents') == 1
+  local repeats = status == 'finished' and tonumber(f[5] or 0) or 0
+  local results = RQ .. ':results:' .. id
+  if keep == 0 and not needs_care and repeats == 0 then
+    redis.call('DEL', jk, results, RQ .. ':executions:' .. id)
+    return 'ok'
+  end
+  redis.call('HSET', jk, 'status', status, 'ended_at', iso, 'last_heartbeat', iso,
+    'qsvc_settled', outcome)
+  if keep ~= 0 then
+    local entry = {'type', status == 'finished' and 1 or 2, 'worker_name', worker,
+      'execution_id', ex, 'execution_started_at', start, 'execution_ended_at', finish,
+      status == 'finished' and 'return_value' or 'exc_string', payload}
+    if err ~= '' then
+      entry[#entry + 1] = 'qsvc_error'
+      entry[#entry + 1] = err
+    end
+    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(entry))
+  end
+  local registry = status == 'finished' and finished or failed
+  if repeats > 0 then
+    local seconds = 0
+    if is_set(f[6]) then
+      local intervals = cjson.decode(f[6])
+      seconds = intervals[1] or 0
+      if #intervals > 1 then
+        table.remove(intervals, 1)
+        redis.call('HSET', jk, 'repeat_intervals', cjson.encode(intervals))
+      end
+    end
+    redis.call('HSET', jk, 'repeats_left', repeats - 1)
+    redis.call('HINCRBY', jk, 'qsvc_generation', 1)
+    redis.call('HDEL', jk, 'qsvc_settled')
+    again(jk, id, seconds, false)
+  elseif keep > 0 then
+    redis.call('EXPIRE', jk, keep)
+    redis.call('ZADD', registry, seconds_now + keep, id)
+  elseif keep < 0 then
+    redis.call('ZADD', registry, '+inf', id)
+  else
+    redis.call('EXPIRE', jk, 300)  -- asked to be deleted at once: its aftercare still reads it
+  end
+  if keep > 0 then redis.call('EXPIRE', results, keep) else redis.call('PERSIST', results) end
+  if needs_care then
+    redis.call('ZADD', aftercare, now + care_seconds, id)
+    return 'aftercare'
+  end
   return 'ok'
 end
-redis.call('HSET', jk, 'status', status, 'ended_at', iso, 'last_heartbeat', iso)
-if keep ~= 0 then
-  local entry = {'type', ARGV[9], 'worker_name', ARGV[6], 'execution_id', ex,
-    'execution_started_at', ARGV[7], 'execution_ended_at', ARGV[8], ARGV[10], ARGV[11]}
-  if ARGV[12] ~= '' then
-    entry[#entry + 1] = 'qsvc_error'
-    entry[#entry + 1] = ARGV[12]
-  end
-  redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(entry))
+
+local replies = {}
+for at = 5, #ARGV, STEP do replies[#replies + 1] = finish_one(at) end
+if counts.finished > 0 then redis.call('HINCRBY', wkey, 'successful_job_count', counts.finished) end
+if counts.failed > 0 then redis.call('HINCRBY', wkey, 'failed_job_count', counts.failed) end
+if counts.working > 0 then
+  redis.call('HINCRBYFLOAT', wkey, 'total_working_time', string.format('%.6f', counts.working))
 end
-if repeats > 0 then
-  local seconds = 0
-  if is_set(f[6]) then
-    local intervals = cjson.decode(f[6])
-    seconds = intervals[1] or 0
-    if #intervals > 1 then
-      table.remove(intervals, 1)
-      redis.call('HSET', jk, 'repeat_intervals', cjson.encode(intervals))
+for key, b in pairs(batches) do
+  if b then
+    for _, name in ipairs({'completed', 'failed'}) do
+      if b[name] > 0 then redis.call('HINCRBY', key, name, b[name]) end
     end
+    if b.prompt > 0 then
+      redis.call('HINCRBY', key, 'prompt_tokens', b.prompt)
+      redis.call('HINCRBY', key, 'completion_tokens', b.completion)
+      redis.call('HINCRBY', key, 'cached_tokens', b.cached)
+    end
+    close_batch(key)
   end
-  redis.call('HSET', jk, 'repeats_left', repeats - 1)
-  redis.call('HINCRBY', jk, 'qsvc_generation', 1)
-  again(seconds, false)
-elseif keep > 0 then
-  redis.call('EXPIRE', jk, keep)
-  redis.call('ZADD', registry, math.floor(redis_now()) + keep, id)
-elseif keep < 0 then
-  redis.call('ZADD', registry, '+inf', id)
-else
-  redis.call('EXPIRE', jk, 300)  -- asked to be deleted at once: its aftercare still reads it
 end
-if keep > 0 then redis.call('EXPIRE', results, keep) else redis.call('PERSIST', results) end
-if needs_care then
-  redis.call('ZADD', aftercare, redis_now() + tonumber(ARGV[23]), id)
-  return 'aftercare'
-end
-return 'ok'
+return replies

@@ -70,7 +70,8 @@ def end_lease(redis: Redis, claimed: Claimed) -> None:
 def publish(
     broker: Broker, claimed: Claimed, number: int, *words: str, ids: Sequence[int] = ()
 ) -> bool:
-    progress = [array.array("I", ids).tobytes()] if ids else []
+    header = [b"{}"] if number == 1 else []
+    progress = [*header, array.array("I", ids).tobytes()] if ids else []
     entries = [["i", str(i), "a", "1", "t", word] for i, word in enumerate(words)]
     [is_ours] = broker.publish([Publication(claimed, number, progress, entries)], keep_seconds=60)
     return is_ours

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -498,7 +499,7 @@ def test_every_command_explains_itself(in_process: InProcess) -> None:
 def test_output_that_nobody_reads_any_more_ends_the_command_quietly(
     service: Service, qsvc: Qsvc, tmp_path: Path
 ) -> None:
-    text = "x" * 600
+    text = "x" * 200
     batch_id = submit(qsvc, write_lines(tmp_path / "in.jsonl", [chat_line("c1", text)]))
     with start_qsvc("tail", f"{batch_id}-1", program=QSVC) as tail:
         assert tail.stdout is not None

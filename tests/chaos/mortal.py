@@ -1,0 +1,133 @@
+"""A worker child with the fake engine that may die at a named point, once.
+
+``python -m tests.chaos.mortal --step-seconds 0.01 --die-at mid_decode --nth 20 --marker FILE``
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import workers.child
+from queue_service.broker import Broker, Claimed, Outcome, Publication
+from queue_service.settings import WorkerSettings
+from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
+from workers.child import ServedModel, run_child
+from workers.engine import Token
+from workers.requests import PreparedRequest
+
+
+class Point(StrEnum):
+    """Where a child can be made to die."""
+
+    AFTER_CLAIM = "after_claim"
+    MID_PREFILL = "mid_prefill"
+    MID_DECODE = "mid_decode"
+    MID_PUBLISH = "mid_publish"
+    BEFORE_FINISH = "before_finish"
+    AFTER_FINISH = "after_finish"
+    BEFORE_REAP = "before_reap"
+    AFTER_REAP = "after_reap"
+
+
+class Fuse:
+    """Kills the process the nth time that its point is reached.
+
+    Args:
+        point: None never kills.
+        marker: made just before the kill; while it is there nothing is killed.
+    """
+
+    def __init__(self, point: Point | None, nth: int, marker: Path) -> None:
+        self._point = point
+        self._nth = nth
+        self._marker = marker
+        self._count = 0
+
+    def reach(self, point: Point) -> None:
+        """Say that a point was reached."""
+        if point is not self._point:
+            return
+        self._count += 1
+        if self._count >= self._nth and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class MortalBroker(Broker):
+    """A broker that reaches points."""
+
+    def __init__(self, fuse: Fuse, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._fuse = fuse
+
+    def claim(self, count: int, *, crash_retries: int) -> tuple[list[Claimed], int]:
+        claimed, looked = super().claim(count, crash_retries=crash_retries)
+        if claimed:
+            self._fuse.reach(Point.AFTER_CLAIM)
+        return claimed, looked
+
+    def publish(self, publications: Sequence[Publication], *, keep_seconds: int) -> list[bool]:
+        kept = super().publish(publications, keep_seconds=keep_seconds)
+        self._fuse.reach(Point.MID_PUBLISH)
+        return kept
+
+    def finish(self, outcomes: Sequence[tuple[Claimed, Outcome]]) -> list[str]:
+        self._fuse.reach(Point.BEFORE_FINISH)
+        replies = super().finish(outcomes)
+        self._fuse.reach(Point.AFTER_FINISH)
+        return replies
+
+    def reap(self, *, everything: bool = False) -> list[str]:
+        self._fuse.reach(Point.BEFORE_REAP)
+        job_ids = super().reap(everything=everything)
+        if job_ids:
+            self._fuse.reach(Point.AFTER_REAP)
+        return job_ids
+
+
+class MortalEngine(FakeEngine):
+    """A fake engine that reaches points."""
+
+    def __init__(self, fuse: Fuse, **options: Any) -> None:
+        super().__init__(**options)
+        self._fuse = fuse
+
+    def add(self, requests: Iterable[PreparedRequest]) -> None:
+        super().add(requests)
+        self._fuse.reach(Point.MID_PREFILL)
+
+    def step(self) -> list[Token]:
+        tokens = super().step()
+        self._fuse.reach(Point.MID_DECODE)
+        return tokens
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one child; return its exit code."""
+    parser = argparse.ArgumentParser(prog="mortal")
+    parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--die-at", type=Point)
+    parser.add_argument("--nth", type=int, default=1)
+    parser.add_argument("--marker", type=Path, default=Path("never"))
+    asked = parser.parse_args(arguments)
+    fuse = Fuse(asked.die_at, asked.nth, asked.marker)
+    # The child looks it up when it wires the worker.
+    workers.child.Broker = functools.partial(MortalBroker, fuse)  # type: ignore[assignment, misc]
+
+    def load(settings: WorkerSettings) -> ServedModel:
+        engine = MortalEngine(fuse, max_rows=settings.slots, step_seconds=asked.step_seconds)
+        return ServedModel(fake_parts(engine), FakeTokenizer(), fake_info(), "fake")
+
+    return run_child(load)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

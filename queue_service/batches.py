@@ -72,11 +72,19 @@ class Batch:
     cached_tokens: int
     timestamps: Mapping[str, int]
     metadata: Mapping[str, str]
+    retention_seconds: int
 
     @property
     def expires_at(self) -> int | None:
         """When lines that have not ended are given up, seconds since the epoch."""
         return self.timestamps.get("expires_at")
+
+    @property
+    def kept_until(self) -> int | None:
+        """When an ended batch and its results expire, seconds since the epoch."""
+        ends = [self.timestamps.get(f"{status}_at") for status in Status if status.is_final]
+        end = max((moment for moment in ends if moment is not None), default=None)
+        return None if end is None else end + self.retention_seconds
 
     @property
     def ended(self) -> int:
@@ -199,6 +207,7 @@ class Batches:
             cached_tokens=number("cached_tokens"),
             timestamps={name: int(fields[name]) for name in _TIMESTAMPS if name in fields},
             metadata=json.loads(fields.get("metadata") or "{}"),
+            retention_seconds=number("retention_seconds"),
         )
 
     def newest(self, count: int) -> list[Batch]:

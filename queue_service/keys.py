@@ -140,6 +140,11 @@ def submit_key(queue: str, key: str) -> str:
     return f"{PREFIX}:key:{queue}:{digest}"
 
 
+def closing() -> str:
+    """Sorted set of ended batches whose lines still have to be given their time to expire."""
+    return f"{PREFIX}:closing"
+
+
 def batches() -> str:
     """Sorted set of batch ids scored by creation time."""
     return f"{PREFIX}:batches"

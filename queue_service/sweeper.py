@@ -1,4 +1,7 @@
-"""Squares batches with lines that ended without our scripts: stock RQ tools cancel and delete."""
+"""Looks after batches: squares them with stock RQ tools, lets them expire.
+
+Stock tools cancel, delete and empty without our scripts, so lines can end uncounted.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ class Sweeper:
         self._next = clock() + interval_seconds
         self._seen: dict[str, int] = {}
         self._position: dict[str, int] = {}
+        self._closed: dict[str, int] = {}
 
     def sweep(self) -> int:
         """Look at the batches in progress if it is time; return how many lines were squared."""
@@ -77,7 +81,39 @@ class Sweeper:
             if self._seen.get(batch_id) == batch.ended:
                 squared += sum(self._sweep_page(batch) for _ in range(_PAGES_A_LOOK))
         self._seen = live
+        self._close_some()
         return squared
+
+    def _close_some(self) -> None:
+        """Give the lines of ended batches their time to expire, some pages at a time."""
+        members: Any = self._connection.zrange(keys.closing(), 0, 0)
+        for member in members:
+            batch_id = member.decode()
+            try:
+                batch = self._batches.get(batch_id)
+            except BatchNotFound:
+                self._connection.zrem(keys.closing(), batch_id)
+                continue
+            start = self._closed.get(batch_id, 0)
+            for _ in range(_PAGES_A_LOOK):
+                refs = self._batches.lines(batch_id, start=start, count=_PAGE_LINES)
+                if not refs or batch.kept_until is None:  # all done; or in progress once more
+                    self._connection.zrem(keys.closing(), batch_id)
+                    self._closed.pop(batch_id, None)
+                    return
+                self._expire_lines(batch, refs, batch.kept_until)
+                start += len(refs)
+                self._closed[batch_id] = start
+
+    def _expire_lines(self, batch: Batch, refs: list[LineRef], moment: int) -> None:
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for ref in refs:
+                job_id = keys.job_id(batch.id, ref.line)
+                pipeline.expireat(keys.rq_job(job_id), moment)
+                pipeline.expireat(keys.rq_results(job_id), moment)
+                for registry in (keys.rq_finished, keys.rq_failed, keys.rq_canceled):
+                    pipeline.zadd(registry(batch.queue), {job_id: moment}, xx=True)
+            pipeline.execute()
 
     def _sweep_page(self, batch: Batch) -> int:
         position = self._position.get(batch.id, 0)

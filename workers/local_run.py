@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,8 @@ from queue_service import keys
 from queue_service.batch_file import BatchFile, open_batch
 from queue_service.batches import Batch, Batches
 from queue_service.broker import Broker
-from queue_service.connection import connect, unavailable
-from queue_service.errors import BatchNotFound, ConfigurationError, QsvcError, ServerUnavailable
+from queue_service.connection import connect
+from queue_service.errors import BatchNotFound, ConfigurationError, ServerUnavailable
 from queue_service.follow import follow
 from queue_service.local_server import LocalServer, state_lock
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
@@ -39,6 +40,9 @@ from queue_service.settings import (
 from queue_service.submission import Feeder, SubmitOptions, batch_id_of
 from workers.child_settings import ChildSettings
 from workers.supervisor import CHILD, Supervisor, device_slot_lock
+
+# A run's server has its own batch and perhaps some that a killed run left.
+_MOST_OTHER_BATCHES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +102,10 @@ class Summary:
         """Return the summary for a person."""
         b = self.batch
         if self.was_stopped:
+            command = "same command without --new" if self.options.is_fresh else "same command"
             return [
                 f"stopped with {self.num_written} of {b.total} results in {self.options.output}; "
-                "nothing is lost: run the same command to go on",
+                f"nothing is lost: run the {command} to go on",
             ]
         lines = [
             f"{b.total} jobs: {b.completed} completed, {b.failed} failed"
@@ -149,7 +154,7 @@ class LocalRun:
         self._child = child
         self._stop_level = 0
         self._supervisor: Supervisor | None = None
-        self._failure: QsvcError | None = None
+        self._failure: Exception | None = None
         self._ready_at: float | None = None
         self._alias = worker.alias or keys.alias_for(options.model)
         self._folder = cache_folder / "runs" / _run_digest(options)
@@ -165,11 +170,15 @@ class LocalRun:
 
         Raises:
             ConfigurationError: another run of the same file and output is going on, the output
-                holds something else, or no server program is installed.
+                holds something else or is the file itself, or no server program is installed.
             BatchFileError: the file is refused as a whole.
             ModelUnavailable: the model cannot be loaded.
+            ServerUnavailable: the embedded server died.
         """
+        for output in self._output_paths():
+            _refuse_same_file(Path(self._options.file), output)
         self._folder.mkdir(parents=True, exist_ok=True)
+        _prune(self._folder, older_than_seconds=self._retention.result_seconds)
         with contextlib.ExitStack() as stack:
             stack.enter_context(state_lock(self._folder))
             file = stack.enter_context(open_batch(self._options.file))
@@ -178,20 +187,27 @@ class LocalRun:
             stack.callback(server.stop)
             connection = stack.enter_context(contextlib.closing(connect(redis)))
             try:
-                return self._run(connection, redis, file)
+                return self._run(connection, redis, file, stack)
             except RedisError as error:
                 raise ServerUnavailable(
                     f"the embedded server went away ({error}); its log is {server.log_path}; "
                     "nothing is lost: run the same command to go on"
                 ) from error
 
-    def _run(self, connection: Redis, redis: RedisSettings, file: BatchFile) -> Summary:
+    def _run(
+        self,
+        connection: Redis,
+        redis: RedisSettings,
+        file: BatchFile,
+        stack: contextlib.ExitStack,
+    ) -> Summary:
         queue = keys.queue_name(self._alias)
         key = self._key()
         batch_id = batch_id_of(file, queue=queue, key=key)
-        output, before = self._open_output(connection, batch_id)
+        output, before = self._open_output(connection, batch_id, stack)
         if before is not None and before.status.is_final and output.num_written >= before.total:
             return self._summary(before, output, before, 0.0)
+        self._give_up_others(connection, batch_id)
         # This run owns the server: whoever held a lease is gone.
         Broker(
             connection,
@@ -229,31 +245,46 @@ class LocalRun:
         path = self._folder / "key.json"
         if self._options.is_fresh:
             _write_durably(path, json.dumps({"key": secrets.token_hex(8)}))
-            for output in (self._options.output, self._options.errors):
-                if output is not None:
-                    output.unlink(missing_ok=True)
+            for output in self._output_paths():
+                output.unlink(missing_ok=True)
         try:
             return str(json.loads(path.read_text())["key"])
         except FileNotFoundError:
             return ""
 
-    def _open_output(self, connection: Redis, batch_id: str) -> tuple[BatchOutput, Batch | None]:
+    def _output_paths(self) -> list[Path]:
+        return [path for path in (self._options.output, self._options.errors) if path is not None]
+
+    def _give_up_others(self, connection: Redis, batch_id: str) -> None:
+        """Delete what is left of runs that this one replaces, or it would be run as well."""
+        batches = Batches(connection)
+        for other in batches.newest(_MOST_OTHER_BATCHES):
+            if other.id != batch_id and not other.status.is_final:
+                self._on_note(
+                    f"an earlier run of {other.total} lines is given up, {other.ended} had ended: "
+                    "the file has changed, or --new was said"
+                )
+                batches.delete(other.id)
+
+    def _open_output(
+        self, connection: Redis, batch_id: str, stack: contextlib.ExitStack
+    ) -> tuple[BatchOutput, Batch | None]:
         try:
             before = Batches(connection).get(batch_id)
         except BatchNotFound:
             before = None
         order = CompletionOrder if self._options.unordered else InputOrder
-        output = BatchOutput(
-            BatchReader(connection, batch_id),
-            order(connection, batch_id),
-            OutputFile(self._options.output),
-            OutputFile(self._options.errors) if self._options.errors else None,
-        )
+        files = [
+            stack.enter_context(contextlib.closing(OutputFile(path)))
+            for path in self._output_paths()
+        ]
+        output = BatchOutput(BatchReader(connection, batch_id), order(connection, batch_id), *files)
         try:
             output.resume()
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{error} (--new replaces it and runs the file from the start)"
+                f"{error}; or, if {self._options.file} has changed since, say --new to replace "
+                "the results and run it from the start"
             ) from error
         return output, before
 
@@ -275,11 +306,13 @@ class LocalRun:
 
         supervisor = Supervisor(settings, command=self._child, log_path=log_path, on_event=on_event)
         self._supervisor = supervisor
+        if self._stop_level:  # asked to stop before there was a supervisor to tell
+            supervisor.stop()
 
         def supervise() -> None:
             try:
                 supervisor.run()
-            except QsvcError as error:
+            except Exception as error:  # the top of the thread: the run ends with it
                 self._failure = error
 
         with device_slot_lock(self._cache_folder, self._options.slot):
@@ -305,10 +338,8 @@ class LocalRun:
                         connection,
                         should_stop=lambda: has_ended.is_set() or self._must_stop(),
                     )
-            except QsvcError as error:
+            except Exception as error:  # the top of the thread: the run ends with it
                 self._failure = error
-            except RedisError as error:
-                self._failure = unavailable(redis.url, error)
 
         thread = threading.Thread(target=feed, name="feeder")
         thread.start()
@@ -339,6 +370,23 @@ def _run_digest(options: RunOptions) -> str:
     file = options.file if options.file == "-" else str(Path(options.file).absolute())
     parts = (file, str(options.output.absolute()), options.model)
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()
+
+
+def _refuse_same_file(file: Path, output: Path) -> None:
+    if file.exists() and output.exists() and output.samefile(file):
+        raise ConfigurationError(f"{output} is the file with the requests; name another for -o")
+
+
+def _prune(own: Path, *, older_than_seconds: int) -> None:
+    """Delete the state of runs that nobody came back to for as long as results are kept."""
+    oldest = time.time() - older_than_seconds
+    for folder in own.parent.iterdir():
+        lock = folder / "run.lock"
+        if folder == own or not lock.exists() or lock.stat().st_mtime > oldest:
+            continue
+        with contextlib.suppress(ConfigurationError), state_lock(folder):
+            LocalServer(folder / "server").stop()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -15,8 +15,9 @@ for i = 4, #ARGV do
     n = n + 1
     redis.call('HSET', jk, 'status', 'canceled', 'ended_at', iso)
     redis.call('HDEL', jk, 'qsvc_execution')
-    redis.call('EXPIRE', jk, keep)
-    redis.call('ZADD', RQ .. ':canceled:' .. f[3], now + keep, id)
+    local is_line = redis.call('HEXISTS', jk, 'qsvc_batch') == 1
+    if not is_line then redis.call('EXPIRE', jk, keep) end
+    redis.call('ZADD', RQ .. ':canceled:' .. f[3], is_line and '+inf' or now + keep, id)
     settle_line(id, 'cancelled')
     local stream = 'qsvc:stream:' .. id
     if redis.call('EXISTS', stream) == 1 then

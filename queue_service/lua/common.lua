@@ -40,6 +40,7 @@ local function close_batch(key)
   end
   local keep = tonumber(b[7] or 0)
   if keep > 0 then
+    redis.call('ZADD', 'qsvc:closing', now, string.match(key, '([^:]+)$'))
     for _, suffix in ipairs({'', ':lines', ':done', ':errors'}) do
       redis.call('EXPIRE', key .. suffix, keep)
     end

@@ -151,15 +151,19 @@ local function finish_one(at)
     redis.call('HINCRBY', jk, 'qsvc_generation', 1)
     redis.call('HDEL', jk, 'qsvc_settled')
     again(jk, id, seconds, false)
-  elseif keep > 0 then
+  elseif keep > 0 and not is_set(f[12]) then
     redis.call('EXPIRE', jk, keep)
     redis.call('ZADD', registry, seconds_now + keep, id)
-  elseif keep < 0 then
+  elseif keep ~= 0 then  -- for ever; or until its batch has ended, whose end sets the time
     redis.call('ZADD', registry, '+inf', id)
   else
     redis.call('EXPIRE', jk, 300)  -- asked to be deleted at once: its aftercare still reads it
   end
-  if keep > 0 then redis.call('EXPIRE', results, keep) else redis.call('PERSIST', results) end
+  if keep > 0 and not is_set(f[12]) then
+    redis.call('EXPIRE', results, keep)
+  else
+    redis.call('PERSIST', results)
+  end
   if needs_care then
     redis.call('ZADD', aftercare, now + care_seconds, id)
     return 'aftercare'

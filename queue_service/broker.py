@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import logging
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,13 @@ from enum import StrEnum
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import ResponseError
 from rq.utils import now, utcformat
 
 from queue_service import keys
 from queue_service.scripts import Arg, Scripts
+
+logger = logging.getLogger(__name__)
 
 # A transient failure is tried again so often before it counts as the job's own.
 _MOST_TRANSIENT_TRIES = 5
@@ -212,11 +216,22 @@ class Broker:
         ]
         replies = [""] * len(outcomes)
         for indexes, reply in zip(
-            by_queue.values(), self._scripts.call_many("finish", calls), strict=True
+            by_queue.values(), self._scripts.try_many("finish", calls), strict=True
         ):
-            for i, word in zip(indexes, reply, strict=True):
+            words = reply
+            if isinstance(reply, ResponseError):
+                # Somebody changed a key's type under one of them: the others must not suffer.
+                words = [self._finish_alone(outcomes[i]) for i in indexes]
+            for i, word in zip(indexes, words, strict=True):
                 replies[i] = word.decode()
         return replies
+
+    def _finish_alone(self, outcome: tuple[Claimed, Outcome]) -> bytes:
+        [reply] = self._scripts.try_many("finish", [self._finish_call(outcome[0].queue, [outcome])])
+        if isinstance(reply, ResponseError):
+            return f"server error: {reply}".encode()
+        word: bytes = reply[0]
+        return word
 
     def _finish_call(
         self, queue: str, outcomes: Sequence[tuple[Claimed, Outcome]]
@@ -306,7 +321,11 @@ class Broker:
         )
 
     def publish(self, publications: Sequence[Publication], *, keep_seconds: int) -> list[bool]:
-        """Write text and progress in one round trip; False where the execution is not ours."""
+        """Write text and progress in one round trip; False where the execution is not ours.
+
+        Text that the server refuses for a fault of its own key (somebody changed its type) is
+        dropped with a log line; the job's result has it.
+        """
         calls: list[tuple[list[str], list[Arg]]] = []
         for publication in publications:
             claimed = publication.claimed
@@ -322,7 +341,11 @@ class Broker:
                 f"{keys.RQ}:execution:{composite}",
             ]
             calls.append((script_keys, args))
-        return [bool(reply) for reply in self._scripts.call_many("publish", calls)]
+        replies = self._scripts.try_many("publish", calls)
+        for publication, reply in zip(publications, replies, strict=True):
+            if isinstance(reply, ResponseError):
+                logger.error("text not written job=%s: %s", publication.claimed.job_id, reply)
+        return [isinstance(reply, ResponseError) or bool(reply) for reply in replies]
 
     def requeue(self, running: Sequence[Claimed]) -> int:
         """Give executions back to the front of their queues in order; return how many went."""

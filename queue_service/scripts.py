@@ -8,11 +8,15 @@ from importlib import resources
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
 
 from queue_service import keys
 
 Arg = str | bytes | int | float
+
+
+class ServerCannotWrite(ReadOnlyError):
+    """The server's disk is full or broken; redis-py has no class for its code MISCONF."""
 
 
 class Scripts:
@@ -56,6 +60,21 @@ class Scripts:
         Raises:
             redis.exceptions.RedisError: the first error of any call; calls after it may have run.
         """
+        replies = self.try_many(name, calls)
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
+        return replies
+
+    def try_many(
+        self, name: str, calls: Iterable[tuple[Sequence[str], Sequence[Arg]]]
+    ) -> list[Any]:
+        """Run a script several times; a call that fails by itself has its error as its reply.
+
+        Raises:
+            redis.exceptions.RedisError: the server cannot take any call now (it is away, full,
+                or cannot write to its disk); what ran before may have taken effect.
+        """
         calls = list(calls)
         replies = self._send(name, calls)
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
@@ -66,8 +85,10 @@ class Scripts:
             ):
                 replies[i] = reply
         for reply in replies:
-            if isinstance(reply, Exception):
+            if isinstance(reply, Exception) and type(reply) is not ResponseError:
                 raise reply
+            if isinstance(reply, ResponseError) and str(reply).startswith("MISCONF"):
+                raise ServerCannotWrite(str(reply)) from reply
         return replies
 
     def _send(self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]) -> list[Any]:

@@ -152,7 +152,6 @@ class Feeder:
             keys.batch(self.batch_id),
             keys.batch_lines(self.batch_id),
             keys.batch_errors(self.batch_id),
-            keys.batch_done(self.batch_id),
         ]
         cursor = int(connection.hget(keys.batch(self.batch_id), "cursor") or 0)
         calls: deque[Future[Any]] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,11 +14,14 @@ from typing import Any, TypeVar
 
 from redis import Redis
 
+from queue_service import keys
 from queue_service.broker import Broker, Claimed, Ending, Outcome, Publication
+from queue_service.connection import connect
 from queue_service.local_server import LocalServer
 from queue_service.payload import Encoding, decode_call, encode_value
 from queue_service.requests import Endpoint
 from queue_service.responses import FinishReason, Usage, completion_body
+from queue_service.settings import RedisSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 QSVC = (str(Path(sys.executable).with_name("qsvc")),)
@@ -60,6 +64,11 @@ def read_output(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line.decode("utf-8", "strict")) for line in raw.split(b"\n")[:-1]]
     assert all(isinstance(line, dict) for line in lines)
     return lines
+
+
+def num_lines(path: Path) -> int:
+    """The whole lines of a file that may be written to just now; 0 when it is not there."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def custom_ids_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -127,6 +136,18 @@ def wait_until(condition: Callable[[], _T], what: str, *, seconds: float = 30) -
 def run_servers(cache_folder: Path) -> list[LocalServer]:
     """The embedded servers of the runs that keep their state in a cache folder."""
     return [LocalServer(folder) for folder in cache_folder.glob("runs/*/server")]
+
+
+def attempts(cache_folder: Path) -> dict[int, int]:
+    """How often each line of the only run was claimed, from the run's own server."""
+    [server] = run_servers(cache_folder)
+    found = {}
+    with contextlib.closing(connect(RedisSettings.load(url=server.start()))) as connection:
+        for key in connection.scan_iter(keys.rq_job("batch_*")):
+            line = int(key.decode().rsplit("-", 1)[1])
+            found[line] = int(connection.hget(key, "qsvc_attempt") or 0)
+    server.stop()
+    return found
 
 
 def left_behind(cache_folder: Path) -> list[str]:

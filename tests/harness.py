@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from redis import Redis
+from redis.client import PubSubWorkerThread
 from rq import Queue
 from rq.job import Job
 
@@ -175,8 +176,10 @@ class ThreadWorker:
             self.failure = failure
         finally:
             # A worker that failed, or could not sign off, leaves that to the end of its process.
-            if self.worker.pubsub_thread is not None:
-                self.worker.pubsub_thread.stop()
+            listener: PubSubWorkerThread | None = self.worker.pubsub_thread
+            if listener is not None:
+                listener.stop()
+                listener.join()
             self.worker.connection.close()
 
 
@@ -191,8 +194,8 @@ def running_worker(settings: ChildSettings, *, step_seconds: float = 0.0) -> Ite
         worker.request_stop()
         worker.request_stop()
         worker.join()
-    if worker.failure is not None:
-        raise worker.failure
+        if worker.failure is not None:
+            raise worker.failure
 
 
 class SupervisedWorker:

@@ -296,7 +296,9 @@ class LocalRun:
             worker=self._worker,
             retention=self._retention,
             alias=self._alias,
-            name=f"run-{os.getpid()}",
+            # Process ids come again, in a container the same one each time, and the name of a
+            # worker that was killed is refused for a while.
+            name=f"run-{os.getpid()}-{secrets.token_hex(3)}",
             burst=False,
         )
 
@@ -321,6 +323,9 @@ class LocalRun:
             thread.start()
             try:
                 yield
+            except RedisError:
+                supervisor.stop()  # once more than below: what runs could not be saved
+                raise
             finally:
                 if not self._stop_level:
                     supervisor.stop()

@@ -17,7 +17,13 @@ from types import FrameType
 from typing import Any, Protocol
 
 from redis import Redis
-from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TimeoutError,
+)
 from rq.exceptions import NoSuchJobError
 from rq.suspension import is_suspended
 from rq.timeouts import BaseDeathPenalty
@@ -36,7 +42,8 @@ from workers.requests import Refused, Result
 
 logger = logging.getLogger(__name__)
 
-_SERVER_AWAY = (ConnectionError, TimeoutError, BusyLoadingError)
+# Also when it is full, or a replica that is not promoted yet: that too passes by itself.
+_SERVER_AWAY = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
 # How long a worker that stopped beating stays listed in `rq info`.
 _WORKER_KEEP_SECONDS = 90
 _IDLE_POLL_SECONDS = 0.05
@@ -195,7 +202,7 @@ class BatchWorker(BaseWorker):
         self.pubsub = self.connection.pubsub()  # type: ignore[no-untyped-call]
         self.pubsub.subscribe(**{self.pubsub_channel_name: self.handle_payload})
         # RQ would listen for a minute at a time, and its end would wait for this thread.
-        self.pubsub_thread = self.pubsub.run_in_thread(
+        self.pubsub_thread = self.pubsub.run_in_thread(  # type: ignore[assignment]  # RQ says None
             sleep_time=_LISTEN_SECONDS, daemon=True, exception_handler=self._listen_again
         )
 
@@ -256,7 +263,7 @@ class BatchWorker(BaseWorker):
 
     def _register(self) -> None:
         self.register_birth()  # type: ignore[no-untyped-call]
-        self.subscribe()  # type: ignore[no-untyped-call]
+        self.subscribe()
         self._suspended = bool(is_suspended(self.connection))
         self._show_state()
         self._heartbeat()
@@ -386,10 +393,11 @@ class BatchWorker(BaseWorker):
         """Start a job that may kill its worker when nothing else runs that it would take along."""
         self._suspects = [s for s in self._suspects if s.execution_id in self._running]
         if self._suspects and len(self._running) == len(self._suspects):
-            suspect = self._suspects.pop(0)
+            suspect = self._suspects[0]
+            self._broker.run_alone(suspect)
+            del self._suspects[0]
             self._alone = suspect.execution_id
             logger.warning("suspect runs alone job=%s deaths=%d", suspect.job_id, suspect.deaths)
-            self._broker.run_alone(suspect)
             self._generator.submit([suspect])
 
     def _collect(self) -> None:
@@ -438,6 +446,7 @@ class BatchWorker(BaseWorker):
 
     def _forget_lost(self, beat: Beat) -> None:
         lost = [e for e in beat.lost if e in self._running]
+        self._generator.cancel(lost)
         for execution_id in lost:
             claimed = self._running.pop(execution_id)
             self._deadlines.pop(execution_id, None)
@@ -445,7 +454,6 @@ class BatchWorker(BaseWorker):
                 "job taken away job=%s status=%s", claimed.job_id, beat.lost[execution_id]
             )
             self._broker.release(claimed)
-        self._generator.cancel(lost)
 
     def _show_state(self) -> None:
         if not self._load():

@@ -72,10 +72,8 @@ class Supervisor:
     def stop(self) -> None:
         """End the child in good order; asked again, hurry. Safe in a signal handler."""
         self._stop_level += 1
-        child = self._child
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM)
+        if self._child is not None:
+            self._tell_to_stop(self._child)
 
     def run(self) -> None:
         """Supervise until stopped, or until the child ends in good order (burst mode).
@@ -115,15 +113,15 @@ class Supervisor:
                 text=True,
                 start_new_session=True,
             )
-        self._child = child
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(self._settings.to_json() + "\n")
             child.stdin.flush()
+        self._child = child
         reader = threading.Thread(target=self._read_reports, args=(child,), daemon=True)
         reader.start()
         if self._stop_level:  # asked to stop before there was a child to tell
-            child.send_signal(signal.SIGTERM)
+            self._tell_to_stop(child)
         while child.poll() is None:
             if self._stall.has_stalled():
                 logger.error("the engine made no progress for too long; the worker is restarted")
@@ -135,6 +133,13 @@ class Supervisor:
             child.stdin.close()
         self._child = None
         return child.returncode
+
+    def _tell_to_stop(self, child: subprocess.Popen[str]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGTERM)
+        if self._stop_level > 1 and child.stdin is not None:
+            # Two signals in a row may arrive as one; the end of its input says hurry as well.
+            child.stdin.close()
 
     def _read_reports(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None

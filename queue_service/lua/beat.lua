@@ -9,6 +9,9 @@
 local wkey, wex, workers, suspended = unpack(KEYS, 1, 4)
 local iso, lease, keep = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = redis_now()
+-- First, since it needs no memory: a full server refuses a script's first write, not later ones,
+-- and leases must not end while it is full.
+redis.call('EXPIRE', wkey, keep)
 local lost, watched = {}, {}
 for i = 5, #ARGV, 3 do
   local wip, id, ex = KEYS[7 + 2 * tonumber(ARGV[i])], ARGV[i + 1], ARGV[i + 2]

@@ -14,6 +14,22 @@ local function job_key(id) return RQ .. ':job:' .. id end
 
 local function batch_key(id) return 'qsvc:batch:' .. id end
 
+-- Return a number from a job's hash, which anybody may have written.
+local function number(value, otherwise) return tonumber(value) or otherwise end
+
+-- Return a JSON list from a job's hash; empty when it is none.
+local function list(text)
+  local is_json, value = pcall(cjson.decode, text or '')
+  return is_json and type(value) == 'table' and value or {}
+end
+
+-- Let a batch's lane take turns with the queue itself.
+local function open_lane(queues, main, lanes, batch)
+  redis.call('SADD', queues, main, main .. ':' .. batch)
+  if redis.call('EXISTS', lanes) == 0 then redis.call('RPUSH', lanes, '-') end
+  if not redis.call('LPOS', lanes, batch) then redis.call('RPUSH', lanes, batch) end
+end
+
 -- Forget an execution: its lease, its hash, its places in the job's and the worker's indexes.
 local function end_execution(wip, worker_executions, id, ex)
   local composite = id .. ':' .. ex
@@ -22,6 +38,11 @@ local function end_execution(wip, worker_executions, id, ex)
   if worker_executions then redis.call('SREM', worker_executions, composite) end
   return redis.call('ZREM', wip, composite)
 end
+
+local BATCH_PARTS = {'', ':lines', ':done', ':errors', ':outcomes'}
+-- What <batch>:outcomes holds, two bits a line; 0 while the line has not ended.
+local OUTCOMES = {'completed', 'failed', 'cancelled'}
+local OUTCOME_BITS = {completed = 1, failed = 2, cancelled = 3}
 
 -- End a batch whose lines have all ended and that nobody adds to any more.
 local function close_batch(key)
@@ -41,26 +62,45 @@ local function close_batch(key)
   local keep = tonumber(b[7] or 0)
   if keep > 0 then
     redis.call('ZADD', 'qsvc:closing', now, string.match(key, '([^:]+)$'))
-    for _, suffix in ipairs({'', ':lines', ':done', ':errors'}) do
-      redis.call('EXPIRE', key .. suffix, keep)
-    end
+    for _, part in ipairs(BATCH_PARTS) do redis.call('EXPIRE', key .. part, keep) end
   end
 end
 
--- Count a batch line as ended, once: outcome is completed, failed or cancelled.
-local function settle_line(id, outcome, prompt_tokens, completion_tokens, cached_tokens)
-  local jk = job_key(id)
-  local f = redis.call('HMGET', jk, 'qsvc_batch', 'qsvc_line')
-  if not is_set(f[1]) then return end
-  if redis.call('HSETNX', jk, 'qsvc_settled', outcome) == 0 then return end
-  local key = batch_key(f[1])
-  if redis.call('EXISTS', key) == 0 then return end
+-- Note how a line of a batch ended; false when it had ended already. The caller counts it.
+local function note_outcome(key, line, outcome)
+  local bits, at = key .. ':outcomes', '#' .. line
+  local before = redis.pcall('BITFIELD', bits, 'GET', 'u2', at)
+  if before[1] ~= 0 then return false end  -- also when the hash named no line
+  redis.call('BITFIELD', bits, 'SET', 'u2', at, OUTCOME_BITS[outcome])
+  redis.call('XADD', key .. ':done', '*', 'l', line, 's', outcome)
+  return true
+end
+
+-- Count a batch's line as ended, once; true when it was counted.
+local function settle_line(key, line, outcome)
+  if redis.call('EXISTS', key) == 0 or not note_outcome(key, line, outcome) then return false end
   redis.call('HINCRBY', key, outcome, 1)
-  if prompt_tokens then
-    redis.call('HINCRBY', key, 'prompt_tokens', prompt_tokens)
-    redis.call('HINCRBY', key, 'completion_tokens', completion_tokens)
-    redis.call('HINCRBY', key, 'cached_tokens', cached_tokens)
-  end
-  redis.call('XADD', key .. ':done', '*', 'l', f[2], 's', outcome)
   close_batch(key)
+  return true
+end
+
+-- Take a batch that had ended, or was about to, back into progress.
+local function reopen_batch(key)
+  redis.call('HSET', key, 'status', 'in_progress')
+  redis.call('HDEL', key, 'ending', 'completed_at', 'finalizing_at', 'cancelled_at',
+    'cancelling_at', 'expired_at')
+  local expires_at = redis.call('HGET', key, 'expires_at')
+  if expires_at and tonumber(expires_at) <= redis_now() then
+    redis.call('HDEL', key, 'expires_at')
+  end
+  for _, part in ipairs(BATCH_PARTS) do redis.call('PERSIST', key .. part) end
+end
+
+-- Count a line as not ended: it runs again.
+local function reopen_line(key, line)
+  if redis.call('EXISTS', key) == 0 then return end
+  local before = redis.pcall('BITFIELD', key .. ':outcomes', 'SET', 'u2', '#' .. line, 0)[1]
+  if not OUTCOMES[before] then return end
+  redis.call('HINCRBY', key, OUTCOMES[before], -1)
+  reopen_batch(key)
 end

@@ -2,14 +2,13 @@
 -- nothing: the batch's cursor says which line was the last one added.
 -- KEYS 1 rq:queues  2 rq:queue:<q>  3 rq:queue:<q>:<batch> (the lane)  4 qsvc:lanes:<q>
 --      5 qsvc:batch:<id>  6 qsvc:batch:<id>:lines  7 qsvc:batch:<id>:errors
---      8 qsvc:batch:<id>:done
 -- ARGV 1 batch id  2 queue name  3 iso time  4 description  5 format version  6 stream flag
 --      7 last line of the chunk  8 '1' when it is the last chunk
 --      then per line: number, custom id, meta (JSON), job data (zlib) or '', error (JSON) or ''
--- Writes also rq:job:<batch>-<line>.
+-- Writes also rq:job:<batch>-<line>, qsvc:batch:<id>:done, qsvc:batch:<id>:outcomes.
 -- Returns the batch's status and how many of its lines have not ended; nothing is added unless
 -- the status is in_progress.
-local queues, main, lane, lanes, batch, lines, errors, done = unpack(KEYS)
+local queues, main, lane, lanes, batch, lines, errors = unpack(KEYS)
 local b = redis.call('HMGET', batch, 'status', 'cursor', 'submitted')
 if b[1] ~= 'in_progress' or b[3] == '1' then return {b[1] or 'deleted', 0} end
 local cursor = tonumber(b[2] or 0)
@@ -30,15 +29,11 @@ for i = 9, #ARGV, 5 do
     else
       failed = failed + 1
       redis.call('HSET', errors, line, err)
-      redis.call('XADD', done, '*', 'l', line, 's', 'failed')
+      note_outcome(batch, line, 'failed')
     end
   end
 end
-if queued > 0 then
-  redis.call('SADD', queues, main, lane)
-  if redis.call('EXISTS', lanes) == 0 then redis.call('RPUSH', lanes, '-') end
-  if not redis.call('LPOS', lanes, ARGV[1]) then redis.call('RPUSH', lanes, ARGV[1]) end
-end
+if queued > 0 then open_lane(queues, main, lanes, ARGV[1]) end
 redis.call('HINCRBY', batch, 'total', total)
 if failed > 0 then redis.call('HINCRBY', batch, 'failed', failed) end
 if tonumber(ARGV[7]) > cursor then redis.call('HSET', batch, 'cursor', ARGV[7]) end

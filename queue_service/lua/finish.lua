@@ -110,7 +110,7 @@ local function finish_one(at)
   redis.call('HDEL', jk, unpack(drop))
   local stream = 'qsvc:stream:' .. id
   if ARGV[at + 13] == '1' or redis.call('EXISTS', stream) == 1 then
-    redis.call('XADD', stream, '*', unpack(cjson.decode(ARGV[at + 11])))
+    redis.pcall('XADD', stream, '*', unpack(cjson.decode(ARGV[at + 11])))
     redis.call('EXPIRE', stream, ARGV[at + 12])
   end
 
@@ -134,7 +134,12 @@ local function finish_one(at)
       entry[#entry + 1] = 'qsvc_error'
       entry[#entry + 1] = err
     end
-    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(entry))
+    local added = redis.pcall('XADD', results, 'MAXLEN', '~', 10, '*', unpack(entry))
+    if type(added) == 'table' and added.err then
+      -- Somebody put another type there. Half of this script has run: the result must go in.
+      redis.call('DEL', results)
+      redis.call('XADD', results, '*', unpack(entry))
+    end
   end
   local registry = status == 'finished' and finished or failed
   if repeats > 0 then

@@ -13,7 +13,7 @@ for i = #ARGV - 2, 1, -3 do
   redis.call('DEL', 'qsvc:progress:' .. id .. ':' .. ex)
   local jk = job_key(id)
   if held == 1 and redis.call('HGET', jk, 'status') == 'started' then
-    redis.call('HDEL', jk, 'qsvc_execution')
+    redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
     redis.call('HSET', jk, 'status', 'queued', 'started_at', '', 'worker_name', '')
     redis.call('LPUSH', queue, id)
     n = n + 1

@@ -9,27 +9,20 @@ local queued = {}
 for i = 2, #ARGV do
   local id = ARGV[i]
   local jk = job_key(id)
-  local f = redis.call('HMGET', jk, 'status', 'origin', 'qsvc_batch', 'qsvc_settled')
+  local f = redis.call('HMGET', jk, 'status', 'origin', 'qsvc_batch', 'qsvc_line',
+    'qsvc_generation')
   if f[1] == 'failed' or f[1] == 'stopped' or f[1] == 'canceled' then
     redis.call('ZREM', RQ .. ':failed:' .. f[2], id)
     redis.call('ZREM', RQ .. ':canceled:' .. f[2], id)
     redis.call('PERSIST', jk)
-    redis.call('HDEL', jk, 'qsvc_settled', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient',
-      'qsvc_execution', 'qsvc_alone')
+    redis.call('HDEL', jk, 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient', 'qsvc_execution',
+      'qsvc_alone')
     redis.call('HSET', jk, 'status', 'queued', 'enqueued_at', ARGV[1], 'started_at', '',
-      'ended_at', '', 'worker_name', '')
-    redis.call('HINCRBY', jk, 'qsvc_generation', 1)
+      'ended_at', '', 'worker_name', '', 'qsvc_generation', number(f[5], 0) + 1)
     redis.call('DEL', 'qsvc:stream:' .. id)
-    if is_set(f[3]) and is_set(f[4]) then
-      local key = batch_key(f[3])
-      if redis.call('EXISTS', key) == 1 then
-        redis.call('HINCRBY', key, f[4], -1)
-        redis.call('HSET', key, 'status', 'in_progress')
-        redis.call('HDEL', key, 'completed_at', 'finalizing_at', 'cancelled_at', 'cancelling_at')
-        for _, suffix in ipairs({'', ':lines', ':done', ':errors'}) do
-          redis.call('PERSIST', key .. suffix)
-        end
-      end
+    if is_set(f[3]) and redis.call('EXISTS', batch_key(f[3])) == 1 then
+      reopen_line(batch_key(f[3]), f[4])
+      reopen_batch(batch_key(f[3]))  -- also one whose cancel has not come to its end
     end
     redis.call('SADD', RQ .. ':queues', RQ .. ':queue:' .. f[2])
     redis.call('RPUSH', RQ .. ':queue:' .. f[2], id)

@@ -1,27 +1,25 @@
 -- SWEEP: square a batch with lines that stock RQ tools cancelled, failed, deleted or emptied.
--- KEYS 1 qsvc:batch:<id>  2 qsvc:batch:<id>:errors  3 qsvc:batch:<id>:done
+-- KEYS 1 qsvc:batch:<id>  2 qsvc:batch:<id>:errors
 -- ARGV 1 batch id  2 error (JSON without its last brace) for a job that is gone
 --      then pairs: line number, custom id as JSON
--- Writes also rq:job:<id>.
+-- Reads also rq:job:<id>. Writes also the batch's other keys.
 -- Returns how many lines were counted as ended.
-local batch, errors, done = unpack(KEYS)
+local batch, errors = unpack(KEYS)
 local squared = 0
-local OUTCOMES = {canceled = 'cancelled', failed = 'failed', stopped = 'failed',
+local ENDINGS = {canceled = 'cancelled', failed = 'failed', stopped = 'failed',
   finished = 'completed'}
 for i = 3, #ARGV, 2 do
   local line = ARGV[i]
   local id = ARGV[1] .. '-' .. line
-  local f = redis.call('HMGET', job_key(id), 'status', 'qsvc_settled')
-  if not f[1] then
-    local text = ARGV[2] .. ',"line":' .. line .. ',"custom_id":' .. ARGV[i + 1] .. '}'
-    if redis.call('HSETNX', errors, line, text) == 1 then
-      redis.call('HINCRBY', batch, 'failed', 1)
-      redis.call('XADD', done, '*', 'l', line, 's', 'failed')
-      squared = squared + 1
-    end
-  elseif OUTCOMES[f[1]] and not f[2] then
-    settle_line(id, OUTCOMES[f[1]])
+  local status = redis.call('HGET', job_key(id), 'status')
+  local outcome = ENDINGS[status]
+  if not status then outcome = 'failed' end
+  if outcome and settle_line(batch, line, outcome) then
     squared = squared + 1
+    if not status then
+      local text = ARGV[2] .. ',"line":' .. line .. ',"custom_id":' .. ARGV[i + 1] .. '}'
+      redis.call('HSETNX', errors, line, text)
+    end
   end
 end
 close_batch(batch)

@@ -1,6 +1,7 @@
 """A worker child with the fake engine that may die at a named point, once.
 
-``python -m tests.chaos.mortal --step-seconds 0.01 --die-at mid_decode --nth 20 --marker FILE``
+``python -m tests.chaos.mortal --step-seconds 0.01 --die-at mid_decode --nth 20 --marker FILE``;
+with ``--mute`` it sends no heartbeats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import workers.child
-from queue_service.broker import Broker, Claimed, Outcome, Publication
+from queue_service.broker import Beat, Broker, Claimed, Outcome, Publication
 from queue_service.settings import WorkerSettings
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import ServedModel, run_child
@@ -64,9 +65,15 @@ class Fuse:
 class MortalBroker(Broker):
     """A broker that reaches points."""
 
-    def __init__(self, fuse: Fuse, *args: Any, **options: Any) -> None:
+    def __init__(self, fuse: Fuse, is_mute: bool, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._fuse = fuse
+        self._is_mute = is_mute
+
+    def beat(self, running: Sequence[Claimed], **options: Any) -> Beat:
+        if self._is_mute:
+            return Beat(registered=True, suspended=False, lost={}, watched=frozenset())
+        return super().beat(running, **options)
 
     def claim(self, count: int, *, crash_retries: int) -> tuple[list[Claimed], int]:
         claimed, looked = super().claim(count, crash_retries=crash_retries)
@@ -114,13 +121,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run one child; return its exit code."""
     parser = argparse.ArgumentParser(prog="mortal")
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--mute", action="store_true")
     parser.add_argument("--die-at", type=Point)
     parser.add_argument("--nth", type=int, default=1)
     parser.add_argument("--marker", type=Path, default=Path("never"))
     asked = parser.parse_args(arguments)
     fuse = Fuse(asked.die_at, asked.nth, asked.marker)
     # The child looks it up when it wires the worker.
-    workers.child.Broker = functools.partial(MortalBroker, fuse)  # type: ignore[assignment, misc]
+    workers.child.Broker = functools.partial(MortalBroker, fuse, asked.mute)  # type: ignore[assignment, misc]
 
     def load(settings: WorkerSettings) -> ServedModel:
         engine = MortalEngine(fuse, max_rows=settings.slots, step_seconds=asked.step_seconds)

@@ -118,9 +118,14 @@ class Rig:
 
     def close(self) -> None:
         """End every worker and watcher."""
-        with self._cleanup, contextlib.closing(self.connection):
+        with contextlib.closing(self.connection):
             for watcher in self._watchers:
                 watcher.stop()
+            self.close_workers()
+
+    def close_workers(self) -> None:
+        """End every worker."""
+        self._cleanup.close()
 
     # Workers ----------------------------------------------------------------------------------
 
@@ -152,6 +157,7 @@ class Rig:
         step_seconds: float = STEP_SECONDS,
         die_at: Point | None = None,
         nth: int = 1,
+        is_mute: bool = False,
         clock_wrong_by_seconds: int = 0,
     ) -> tuple[str, ...]:
         """Return the command of a worker child."""
@@ -162,7 +168,8 @@ class Rig:
             "from tests.chaos.mortal import main\n"
             "sys.exit(main(sys.argv[1:]))"
         )
-        harm = (f"--die-at={die_at}", f"--nth={nth}") if die_at else ()
+        harm = [f"--die-at={die_at}", f"--nth={nth}"] if die_at else []
+        harm += ["--mute"] if is_mute else []
         return (
             sys.executable,
             "-c",
@@ -201,6 +208,14 @@ class Rig:
         """Return a field of a job's hash, empty when it is not there."""
         value: Any = self.connection.hget(keys.rq_job(job_id), name)
         return (value or b"").decode()
+
+    def answered_by(self, work: Work) -> set[str]:
+        """Return the workers whose results were accepted."""
+        names = set()
+        for job_id in work.texts:
+            entries: Any = self.connection.xrange(keys.rq_results(job_id))
+            names |= {fields[b"worker_name"].decode() for _, fields in entries}
+        return names
 
     def attempts(self, work: Work) -> list[int]:
         """Return how often each job was claimed."""
@@ -326,19 +341,17 @@ class Rig:
         assert counts == (work.num_lines, work.num_lines, 0, 0)
         done: Any = self.connection.xrange(keys.batch_done(work.batch_id))
         assert sorted(int(fields[b"l"]) for _, fields in done) == list(range(1, batch.total + 1))
-        assert batch.completion_tokens == work.num_lines * (len(next(iter(work.texts.values()))) + 1)
+        answers = list(work.texts.values())[: work.num_lines]
+        assert batch.completion_tokens == sum(map(len, answers))
 
     def _leftovers(self) -> list[str]:
-        """Return keys that say that something still runs or waits, but those that will expire."""
+        """Return keys that say that something still runs."""
         patterns = ("rq:wip:*", "rq:execution*", "rq:worker:*:executions", "qsvc:progress:*")
         found: list[bytes] = []
         for pattern in patterns:
             matching: Any = self.connection.keys(pattern)
             found += matching
-        return [key.decode() for key in found if self._stays(key)]
-
-    def _stays(self, key: bytes) -> bool:
-        return bool(self.connection.exists(key))
+        return [key.decode() for key in found]
 
     def _report(self, fault: str, problems: _Problems, takeover_seconds: float | None) -> None:
         if self._report_path is None:

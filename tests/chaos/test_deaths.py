@@ -35,7 +35,7 @@ def test_a_child_that_dies_at_any_point_loses_and_doubles_nothing(
     rig: Rig, point: Point, nth: int
 ) -> None:
     rig.submit(28)
-    worker = rig.start_worker("a", slots=8, command=rig.child(die_at=point, nth=nth))
+    worker = rig.start_worker("a", slots=16, claim_ahead=0, command=rig.child(die_at=point, nth=nth))
     killed_at = rig.wait_for_death()
     rig.settle(f"kill -9 of a worker, {point.replace('_', ' ')}", killed_at=killed_at)
     assert worker.num_starts == 2

@@ -17,6 +17,7 @@ from rq.suspension import resume, suspend
 from queue_service import keys
 from queue_service.batches import Batches
 from queue_service.broker import Beat, Broker, Claimed, Ending, Outcome, Publication, bury_worker
+from queue_service.results import read_job
 from tests.harness import enqueue_chat, eventually
 
 HIGH, NORMAL = "qsvc:fake:high", "qsvc:fake"
@@ -400,3 +401,29 @@ def test_a_released_execution_leaves_the_job_as_it_is(redis: Redis, broker: Brok
     assert job.get_status(refresh=True) == "canceled"
     left: Any = redis.keys("*")
     assert not [key for key in left if claimed.execution_id.encode() in key]
+
+
+# Keys that somebody else changed ----------------------------------------------------------------
+
+
+def test_a_key_of_the_wrong_type_costs_neither_its_job_nor_the_neighbours_anything(
+    redis: Redis, broker: Broker
+) -> None:
+    jobs = [enqueue_chat(redis, "x", NORMAL) for _ in range(3)]
+    running = claim(broker, 3)
+    redis.set(keys.rq_results(jobs[1].id), "not a stream")
+    redis.set(keys.stream(jobs[1].id), "not a stream")
+    assert publish(broker, running[1], 1, "text")
+    assert broker.finish([(claimed, ANSWER) for claimed in running]) == ["ok"] * 3
+    assert [read_job(redis, job.id).status for job in jobs] == ["finished"] * 3
+
+
+def test_a_job_whose_outcome_cannot_be_written_does_not_hold_up_the_others(
+    redis: Redis, broker: Broker
+) -> None:
+    jobs = [enqueue_chat(redis, "x", NORMAL) for _ in range(3)]
+    running = claim(broker, 3)
+    redis.set(f"rq:executions:{jobs[1].id}", "not a sorted set")
+    first, second, third = broker.finish([(claimed, ANSWER) for claimed in running])
+    assert (first, third) == ("ok", "ok")
+    assert second.startswith("server error")

@@ -1,0 +1,147 @@
+"""The server dies, forgets, fills up or is far away: workers wait, go on, and deliver once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import RedisError
+from redis.exceptions import OutOfMemoryError
+from rq import Worker
+
+from queue_service import keys
+from queue_service.connection import connect
+from queue_service.local_server import LocalServer
+from queue_service.settings import RedisSettings
+from tests.chaos.proxy import Proxy
+from tests.chaos.rig import LEASE_SECONDS, Rig, wait_seconds
+from tests.harness import eventually
+
+
+def test_results_wait_for_a_server_that_was_killed(
+    rig: Rig, kill_server: Callable[[LocalServer], None]
+) -> None:
+    work = rig.submit(28, num_tokens=150)
+    options = {"slots": 8, "claim_ahead": 0}
+    workers = [rig.start_worker(name, **options) for name in ("a", "b")]
+    for name in ("a", "b"):
+        rig.wait_for_holding(name, 8)
+    kill_server(rig.server)
+    wait_seconds(LEASE_SECONDS + 1)  # every row has ended by then, and every lease
+    rig.server.start()
+    rig.settle("kill -9 of the server, back after 3 s, results waiting")
+    assert [worker.num_starts for worker in workers] == [1, 1]
+    assert rig.attempts(work) == [1] * 32
+
+
+@pytest.mark.slow
+def test_a_server_may_be_killed_again_and_again(
+    rig: Rig, kill_server: Callable[[LocalServer], None]
+) -> None:
+    rig.submit(96, num_tokens=150)
+    options = {"slots": 8, "claim_ahead": 0}
+    workers = [rig.start_worker(name, **options) for name in ("a", "b")]
+    for down_seconds in (0.2, 0.5, 1.0, 2.0):
+        for name in ("a", "b"):
+            rig.wait_for_holding(name, 1)
+        kill_server(rig.server)
+        wait_seconds(down_seconds)
+        rig.server.start()
+    rig.settle("kill -9 of the server, four times", seconds=60)
+    assert [worker.num_starts for worker in workers] == [1, 1]
+
+
+def test_workers_of_a_server_that_was_wiped_register_again_and_serve_what_comes(rig: Rig) -> None:
+    gone = rig.submit(12, num_tokens=300)
+    options = {"slots": 8, "claim_ahead": 0}
+    workers = [rig.start_worker(name, **options) for name in ("a", "b")]
+    for name in ("a", "b"):
+        rig.wait_for_holding(name, 8)
+    rig.forget(gone)
+    rig.connection.flushall()
+    eventually(lambda: _worker_names(rig) == {"a", "b"}, "both workers are listed again")
+    eventually(lambda: rig.connection.exists(keys.model_card("fake")), "the model's card")
+    rig.submit(12)
+    rig.settle("FLUSHALL under two workers, then new work")
+    assert [worker.num_starts for worker in workers] == [1, 1]
+    assert not rig.connection.exists(*map(keys.rq_job, gone.texts))
+
+
+def _worker_names(rig: Rig) -> set[str]:
+    return {str(worker.name) for worker in Worker.all(connection=rig.connection)}
+
+
+def test_a_full_server_refuses_new_work_but_takes_results_and_heartbeats(rig: Rig) -> None:
+    work = rig.submit(28, num_tokens=400)
+    worker = rig.start_worker("a", slots=16, claim_ahead=0)
+    held = rig.wait_for_holding("a", 16)
+    used_bytes = int(rig.connection.info("memory")["used_memory"])
+    rig.connection.config_set("maxmemory", used_bytes // 2)
+    with pytest.raises(OutOfMemoryError):
+        rig.connection.set("more", "x" * 1000)
+    eventually(lambda: _all_finished(rig, held), "what runs ends")
+    wait_seconds(LEASE_SECONDS)
+    assert rig.held_by("a") == set()
+    rig.connection.config_set("maxmemory", 0)
+    rig.settle("server out of memory, for some seconds")
+    assert worker.num_starts == 1
+    assert rig.attempts(work) == [1] * 32
+
+
+def _all_finished(rig: Rig, job_ids: set[str]) -> bool:
+    return all(rig.field(job_id, "status") == "finished" for job_id in job_ids)
+
+
+def test_a_worker_that_starts_on_a_full_server_serves_once_there_is_room(rig: Rig) -> None:
+    rig.submit(12)
+    rig.connection.config_set("maxmemory", 1)
+    rig.start_worker("a")
+    wait_seconds(2)
+    rig.connection.config_set("maxmemory", 0)
+    rig.settle("server out of memory while a worker starts")
+
+
+def test_a_slow_network_costs_no_lease(rig: Rig, tmp_path: Path) -> None:
+    work = rig.submit(28)
+    proxy = _proxy(rig, tmp_path, latency_seconds=(0.05, 0.2))
+    options: dict[str, Any] = {"slots": 8, "claim_ahead": 8, "lease_seconds": 5, "beat_seconds": 1}
+    with proxy.serving():
+        rig.start_worker("far", url=proxy.url, **options)
+        rig.wait_for_holding("far", 1)
+        rig.start_worker("near", command=rig.child(step_seconds=0.05), **options)
+        rig.settle("50 to 200 ms of latency each way to one of two workers")
+        assert rig.answered_by(work) == {"far", "near"}
+        assert rig.attempts(work) == [1] * 32
+        rig.close_workers()
+
+
+@pytest.mark.slow
+def test_a_network_that_breaks_connections_at_random_loses_and_doubles_nothing(
+    rig: Rig, tmp_path: Path
+) -> None:
+    proxy = _proxy(rig, tmp_path, break_probability=0.02)
+    with proxy.serving():
+        rig.start_worker("a", url=proxy.url, slots=8, claim_ahead=0)
+        rig.start_worker("b", url=proxy.url, slots=8, claim_ahead=0)
+        _submit_until_it_works(rig, proxy)
+        rig.settle("connections broken at random (2 % of chunks)", seconds=60)
+        assert proxy.num_broken > 10
+        proxy.break_probability = 0
+        rig.close_workers()
+
+
+def _submit_until_it_works(rig: Rig, proxy: Proxy) -> None:
+    while True:
+        try:
+            with closing(connect(RedisSettings.load(url=proxy.url))) as connection:
+                rig.submit(96, num_plain=0, connection=connection)
+            return
+        except RedisError:
+            continue  # a person would try again: the same file adds what is missing
+
+
+def _proxy(rig: Rig, folder: Path, **harm: Any) -> Proxy:
+    return Proxy(folder / "proxy.sock", Path(rig.url.removeprefix("unix://")), **harm)

@@ -1,0 +1,404 @@
+"""`qsvc run` with the fake engine: killed, stopped, changed, doubled, and run to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from queue_service.batches import Batch, Status
+from queue_service.errors import (
+    BatchFileError,
+    ConfigurationError,
+    ModelUnavailable,
+    ServerUnavailable,
+)
+from queue_service.settings import (
+    PathSettings,
+    RetentionSettings,
+    SubmitSettings,
+    WorkerSettings,
+)
+from tests.cli_helpers import (
+    FAKE_QSVC,
+    assert_nothing_left_behind,
+    attempts,
+    chat_line,
+    chat_lines,
+    content_of,
+    custom_ids_of,
+    num_lines,
+    read_output,
+    run_qsvc,
+    run_servers,
+    start_qsvc,
+    wait_until,
+    write_lines,
+)
+from tests.fake_qsvc import fake_child
+from workers.local_run import LocalRun, RunOptions, Summary
+
+Update = Callable[[Batch, int], None]
+
+FATAL_CHILD = (
+    sys.executable,
+    "-c",
+    "import json, sys; print(json.dumps({'event': 'fatal', 'message': 'no such model'}));"
+    "sys.exit(78)",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(redis_server: object) -> Any:
+    """Every run, however it ends, leaves neither worker nor server behind."""
+    yield
+    assert_nothing_left_behind(cache_folder())
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the engine takes 20 ms, so that a run can be caught half-way."""
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.02")
+
+
+def cache_folder() -> Path:
+    return PathSettings.load().cache_folder
+
+
+def run(
+    file: Path,
+    output: Path,
+    *,
+    errors: Path | None = None,
+    on_update: Callable[[LocalRun, Batch, int], None] = lambda run, batch, num_written: None,
+    notes: list[str] | None = None,
+    child: tuple[str, ...] | None = None,
+    stopped: bool = False,
+    unordered: bool = False,
+    strict: bool = False,
+    is_fresh: bool = False,
+) -> Summary:
+    """Run a file in this process, with the fake engine in the worker child."""
+    options = RunOptions(
+        file=str(file),
+        output=output,
+        errors=errors,
+        model="fake",
+        unordered=unordered,
+        strict=strict,
+        is_fresh=is_fresh,
+        slot="cpu:0",
+    )
+    local = LocalRun(
+        options,
+        worker=WorkerSettings.load(),
+        submit=SubmitSettings.load(),
+        retention=RetentionSettings.load(),
+        cache_folder=cache_folder(),
+        on_update=lambda batch, num_written: on_update(local, batch, num_written),
+        on_note=(notes if notes is not None else []).append,
+        child=child or fake_child(),
+    )
+    if stopped:
+        local.stop()
+    return local.run()
+
+
+def stop_at(num_lines: int) -> Callable[[LocalRun, Batch, int], None]:
+    """Stop a run once when so many lines are written."""
+    asked: list[bool] = []
+
+    def on_update(local: LocalRun, batch: Batch, num_written: int) -> None:
+        if num_written >= num_lines and not asked:
+            asked.append(True)
+            local.stop()
+
+    return on_update
+
+
+# To the end -----------------------------------------------------------------------------------
+
+
+def test_a_run_answers_every_line_and_running_it_again_does_nothing(tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(250)), tmp_path / "out.jsonl"
+    updates: list[tuple[Batch, int]] = []
+    summary = run(file, out, on_update=lambda _, batch, written: updates.append((batch, written)))
+    lines = read_output(out)
+    assert custom_ids_of(lines) == [f"c{i}" for i in range(1, 251)]
+    assert [content_of(line) for line in lines] == [f"prompt {i}" for i in range(1, 251)]
+    assert not summary.was_stopped
+    assert (summary.num_written, summary.num_done) == (250, 250)
+    assert summary.batch.status is Status.COMPLETED
+    assert summary.completion_tokens == sum(len(f"prompt {i}") for i in range(1, 251))
+    assert updates[-1][1] == 250
+    assert any("250 jobs in" in line for line in summary.lines())
+
+    before, started = out.read_bytes(), time.monotonic()
+    again = run(file, out, child=("/nothing/to/start",))
+    assert time.monotonic() - started < 5
+    assert (again.num_done, again.num_written) == (0, 250)
+    assert any("nothing was left to do" in line for line in again.lines())
+    assert out.read_bytes() == before
+
+
+def test_the_command_reports_bad_lines_and_prints_json_alone(tmp_path: Path) -> None:
+    lines: list[Any] = [*chat_lines(2), "{", chat_line("refused", "refuse me")]
+    text = write_lines(tmp_path / "in.jsonl", [*lines, chat_line("long", "x" * 5000)]).read_bytes()
+    out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    arguments = ["run", "-", "-o", str(out), "--errors", str(errors), "--json", "--model", "fake"]
+    done = run_qsvc(*arguments, program=FAKE_QSVC, stdin=text)
+    assert done.returncode == 1, done.stderr
+    shown = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert shown["batch"]["status"] == "completed"
+    assert shown["batch"]["request_counts"]["completed"] == 2
+    assert shown["batch"]["request_counts"]["failed"] == 3
+    assert shown["lines_written"] == 5
+    assert not shown["stopped"]
+    assert shown["run"]["jobs"] == 5
+    assert custom_ids_of(read_output(out)) == ["c1", "c2"]
+    assert [line["error"]["code"] for line in read_output(errors)] == [
+        "invalid_json_line",
+        "invalid_request",
+        "context_length_exceeded",
+    ]
+
+
+def test_a_lost_output_is_written_again_without_running_anything(tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(40)), tmp_path / "out.jsonl"
+    run(file, out)
+    before = out.read_bytes()
+    out.unlink()
+    assert run(file, out).num_done == 0
+    assert out.read_bytes() == before
+    assert set(attempts(cache_folder()).values()) == {1}
+
+
+# Killed and stopped ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server_dies", [False, True])
+def test_a_run_killed_half_way_goes_on_and_repeats_nothing_that_was_written(
+    slow_steps: None, tmp_path: Path, server_dies: bool
+) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(300)), tmp_path / "out.jsonl"
+    with start_qsvc("run", file, "-o", out, "--model", "fake") as process:
+        wait_until(lambda: num_lines(out) >= 120 or process.poll() is not None, "120 lines")
+        os.killpg(process.pid, signal.SIGKILL)
+        [server] = run_servers(cache_folder())
+        if server_dies and server.pid is not None:
+            os.kill(server.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    written = out.read_bytes()
+    num_written = written.count(b"\n")
+    assert 120 <= num_written < 300
+
+    done = run_qsvc("run", file, "-o", out, "--model", "fake", program=FAKE_QSVC)
+    assert done.returncode == 0, done.stderr
+    assert "300 jobs: 300 completed, 0 failed" in done.stderr
+    lines = read_output(out)
+    assert custom_ids_of(lines) == [f"c{i}" for i in range(1, 301)]
+    assert [content_of(line) for line in lines] == [f"prompt {i}" for i in range(1, 301)]
+    assert out.read_bytes().startswith(written[: written.rindex(b"\n") + 1])
+    claims = attempts(cache_folder())
+    assert {claims[line] for line in range(1, num_written + 1)} == {1}
+    assert max(claims.values()) == 2
+
+
+def test_ctrl_c_ends_in_good_order_and_says_how_to_go_on(slow_steps: None, tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(300)), tmp_path / "out.jsonl"
+    with start_qsvc("run", file, "-o", out, "--model", "fake") as process:
+        wait_until(lambda: num_lines(out) >= 60 or process.poll() is not None, "60 lines")
+        # As a terminal does it: to everything in the foreground.
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    stopped_at = num_lines(out)
+    assert f"stopped with {stopped_at} of 300 results" in said
+    assert "run the same command to go on" in said
+    assert_nothing_left_behind(cache_folder())
+
+    summary = run(file, out)
+    assert summary.num_done == 300 - stopped_at
+    assert custom_ids_of(read_output(out)) == [f"c{i}" for i in range(1, 301)]
+    assert set(attempts(cache_folder()).values()) == {1}, (
+        "a running line was not given the time to finish"
+    )
+
+
+def test_a_second_ctrl_c_does_not_wait_for_running_lines(slow_steps: None, tmp_path: Path) -> None:
+    # Each takes 40 seconds: far longer than the grace period.
+    lines = [chat_line(f"c{i}", "x" * 2000) for i in range(3)]
+    file, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    with start_qsvc("run", file, "-o", out, "--model", "fake") as process:
+        log = wait_until(lambda: [*cache_folder().glob("runs/*/worker.log")], "a worker log")[0]
+        wait_until(lambda: "worker started" in log.read_text(), "a worker")
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: "worker stopping" in log.read_text(), "a worker that stops")
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert time.monotonic() - started < 8, "it waited for the grace period"
+    assert process.returncode == 130, said
+    assert "stopped with 0 of 3 results" in said
+
+
+def test_a_stop_before_anything_started_ends_the_run_at_once(tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(5)), tmp_path / "out.jsonl"
+    assert run(file, out, stopped=True).was_stopped
+    assert run(file, out).num_written == 5
+
+
+@pytest.mark.parametrize("unordered", [False, True])
+def test_a_stopped_run_goes_on_in_both_of_its_files(
+    slow_steps: None, tmp_path: Path, unordered: bool
+) -> None:
+    lines: list[Any] = [line for i in range(1, 101) for line in (*chat_lines(1, start=i), "{")]
+    file, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    errors = tmp_path / "errors.jsonl"
+    summary = run(file, out, errors=errors, unordered=unordered, on_update=stop_at(40))
+    assert summary.was_stopped
+    assert summary.num_written == num_lines(out) + num_lines(errors) < 200
+    head = out.read_bytes()
+    summary = run(file, out, errors=errors, unordered=unordered)
+    assert summary.num_written == 200
+    assert out.read_bytes().startswith(head)
+    wanted = [f"c{i}" for i in range(1, 101)]
+    ids = custom_ids_of(read_output(out))
+    assert (sorted(ids), len(ids)) == (sorted(wanted), 100)
+    assert unordered or ids == wanted
+    numbers = [line["error"]["line"] for line in read_output(errors)]
+    assert sorted(numbers) == list(range(2, 201, 2))
+
+
+def test_a_server_that_dies_under_a_run_ends_it_with_a_hint_and_loses_nothing(
+    slow_steps: None, tmp_path: Path
+) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(120)), tmp_path / "out.jsonl"
+    killed: list[int] = []
+
+    def kill_server(local: LocalRun, batch: Batch, num_written: int) -> None:
+        [server] = run_servers(cache_folder())
+        if num_written >= 30 and not killed and server.pid is not None:
+            killed.append(server.pid)
+            os.kill(server.pid, signal.SIGKILL)
+
+    started = time.monotonic()
+    with pytest.raises(ServerUnavailable, match="run the same command to go on"):
+        run(file, out, on_update=kill_server)
+    assert time.monotonic() - started < 10, "it waited for the grace period"
+    assert_nothing_left_behind(cache_folder())
+    written = out.read_bytes()
+    assert run(file, out).num_written == 120
+    assert out.read_bytes().startswith(written)
+    assert custom_ids_of(read_output(out)) == [f"c{i}" for i in range(1, 121)]
+
+
+# Another file, another run ----------------------------------------------------------------------
+
+
+def test_a_changed_file_is_refused_until_a_fresh_run_is_asked_for(
+    slow_steps: None, tmp_path: Path
+) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(200)), tmp_path / "out.jsonl"
+    assert run(file, out, on_update=stop_at(30)).was_stopped
+    before = out.read_bytes()
+    write_lines(file, chat_lines(20, start=501))
+    with pytest.raises(ConfigurationError) as caught:
+        run(file, out)
+    message = str(caught.value)
+    assert str(out) in message
+    assert "--new" in message
+    assert out.read_bytes() == before
+
+    notes: list[str] = []
+    summary = run(file, out, is_fresh=True, notes=notes)
+    assert summary.num_done == summary.batch.total == 20
+    assert custom_ids_of(read_output(out)) == [f"c{i}" for i in range(501, 521)]
+    assert any("an earlier run of 200 lines is given up" in note for note in notes)
+    assert len(attempts(cache_folder())) == 20, "the rest of the earlier run was kept"
+
+
+def test_a_fresh_run_answers_the_same_file_again(tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(10)), tmp_path / "out.jsonl"
+    first = run(file, out)
+    first_ids = [line["id"] for line in read_output(out)]
+    second = run(file, out, is_fresh=True)
+    assert second.num_done == 10
+    assert second.batch.id != first.batch.id
+    assert custom_ids_of(read_output(out)) == [f"c{i}" for i in range(1, 11)]
+    assert not set(first_ids) & {line["id"] for line in read_output(out)}
+    third = run(file, out)
+    assert third.batch.id == second.batch.id
+    assert third.num_done == 0
+
+
+def test_a_run_beside_another_of_the_same_or_on_the_same_device_is_refused(
+    slow_steps: None, tmp_path: Path
+) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(60)), tmp_path / "out.jsonl"
+    refusals: list[str] = []
+
+    def run_others(local: LocalRun, batch: Batch, num_written: int) -> None:
+        if refusals:
+            return
+        for other in (out, tmp_path / "other.jsonl"):
+            with pytest.raises(ConfigurationError) as caught:
+                run(file, other)
+            refusals.append(str(caught.value))
+
+    assert run(file, out, on_update=run_others).num_written == 60
+    same, device = refusals
+    assert f"another qsvc run (pid {os.getpid()})" in same
+    assert f"another worker (pid {os.getpid()}) runs on cpu:0" in device
+    assert "--device-slot" in device
+
+
+# What cannot work -------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run(tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(5)), tmp_path / "out.jsonl"
+    with pytest.raises(ModelUnavailable, match="no such model"):
+        run(file, out, child=FATAL_CHILD)
+    assert_nothing_left_behind(cache_folder())
+    assert read_output(out) == []
+    assert run(file, out).num_written == 5
+
+
+def test_a_worker_that_cannot_be_started_ends_the_run(tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(5)), tmp_path / "out.jsonl"
+    with pytest.raises(FileNotFoundError, match="not/a/program"):
+        run(file, out, child=("/not/a/program",))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"), [([], "no request"), ([*chat_lines(1), "{"], "line 2: invalid_json")]
+)
+def test_a_file_that_is_refused_as_a_whole_starts_no_worker(
+    tmp_path: Path, lines: list[Any], message: str
+) -> None:
+    file, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    with pytest.raises(BatchFileError, match=message):
+        run(file, out, strict=True, child=("/not/a/program",))
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_the_file_with_the_requests_cannot_take_the_results(tmp_path: Path, is_fresh: bool) -> None:
+    file = write_lines(tmp_path / "in.jsonl", chat_lines(2))
+    before = file.read_bytes()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(file)
+    with pytest.raises(ConfigurationError, match="name another for -o"):
+        run(file, link, is_fresh=is_fresh)
+    with pytest.raises(ConfigurationError, match="name another for -o"):
+        run(file, tmp_path / "out.jsonl", errors=file, is_fresh=is_fresh)
+    assert file.read_bytes() == before

@@ -1,0 +1,54 @@
+"""The documents keep up with the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.main import COMMANDS
+from queue_service.scripts import Scripts
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_settings_document_says_what_the_settings_are() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "make_settings_doc", "--check"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readme_names_every_command(command: str) -> None:
+    assert re.search(rf"\bqsvc {command}\b", read("README.md"))
+
+
+@pytest.mark.parametrize("script", Scripts.NAMES)
+def test_the_redis_document_has_a_heading_for_every_script(script: str) -> None:
+    assert f"\n### {script}.lua\n" in read("docs/redis.md")
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_between_documents_lead_to_files(document: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(document))
+    assert [link for link in links if not ((ROOT / document).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", ["docs/structure.md", "docs/redis.md"])
+def test_files_that_a_document_names_exist(document: str) -> None:
+    names = re.findall(r"`((?:queue_service|workers|cli|scripts|tests)/[\w./]*\w)`", read(document))
+    assert names
+    assert [name for name in names if not (ROOT / name).exists()] == []

@@ -12,6 +12,7 @@ from queue_service.errors import QsvcError, RequestError
 from queue_service.payload import encode_value
 from queue_service.responses import Usage, completion_body
 from queue_service.settings import RetentionSettings
+from workers.preparation import wants_stream
 from workers.requests import Generated, Refused, Result
 
 
@@ -124,7 +125,7 @@ class OutcomeWriter:
             may_retry=not isinstance(result.error, RequestError | Stopped | WorkerLost),
             retry_seconds=_BACKOFF_SECONDS if isinstance(result.error, TransientError) else None,
             stream_end=("e", "error", "code", error["code"], "message", error["message"]),
-            has_stream=result.claimed.text("qsvc_stream") == "1",
+            has_stream=wants_stream(result.claimed),
             stream_keep_seconds=self._retention.stream_seconds,
         )
 

@@ -148,6 +148,17 @@ class Preparer:
         )
 
 
+def wants_stream(claimed: Claimed) -> bool:
+    """Return whether the job's text is wanted in its stream; False where nobody can tell."""
+    if claimed.batch_id is not None:
+        return claimed.text("qsvc_stream") == "1"
+    try:
+        _, body = _endpoint_and_body(decode_call(claimed.fields.get("data", b"")))
+    except RequestError:
+        return False
+    return body.get("stream") is True
+
+
 def timeout_seconds(claimed: Claimed) -> int | None:
     """Return how long the job may run by its own word; None is for ever.
 

@@ -69,7 +69,7 @@ local function finish_one(at)
   local jk, composite = job_key(id), id .. ':' .. ex
   local held = redis.call('ZREM', wip, composite) == 1
   redis.call('DEL', RQ .. ':execution:' .. composite, 'qsvc:progress:' .. composite)
-  redis.call('ZREM', RQ .. ':executions:' .. id, ex)
+  redis.pcall('ZREM', RQ .. ':executions:' .. id, ex)
   redis.call('SREM', wex, composite)
   if not held then return was_accepted(id, ex) and 'ok' or 'lost' end
   local f = redis.call('HMGET', jk, unpack(FIELDS))

@@ -423,7 +423,7 @@ def test_a_job_whose_outcome_cannot_be_written_does_not_hold_up_the_others(
 ) -> None:
     jobs = [enqueue_chat(redis, "x", NORMAL) for _ in range(3)]
     running = claim(broker, 3)
-    redis.set(f"rq:executions:{jobs[1].id}", "not a sorted set")
+    redis.set(keys.rq_job(jobs[1].id), "not a hash")
     first, second, third = broker.finish([(claimed, ANSWER) for claimed in running])
     assert (first, third) == ("ok", "ok")
     assert second.startswith("server error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -35,10 +36,15 @@ def command(
     redis_url: str | None,
 ) -> None:
     """Write the results of a batch; run again, go on where the file ends."""
-    with server(redis_url) as connection:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(server(redis_url))
         batch = Batches(connection).get(batch_id)
         order = CompletionOrder if unordered else InputOrder
-        files = [OutputFile(path) for path in (output, errors) if path is not None]
+        files = [
+            stack.enter_context(contextlib.closing(OutputFile(path)))
+            for path in (output, errors)
+            if path is not None
+        ]
         if overwrite:
             for file in files:
                 file.truncate(0)

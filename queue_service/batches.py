@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from redis import Redis
 from rq.utils import now, utcformat
@@ -17,6 +18,8 @@ from queue_service import keys
 from queue_service.errors import BatchNotFound, JobNotFound
 from queue_service.requests import Endpoint
 from queue_service.scripts import Scripts
+
+_T = TypeVar("_T")
 
 _PAGE_LINES = 500
 _TIMESTAMPS = (
@@ -264,7 +267,12 @@ class Batches:
                 "cancelling_at": int(self._clock()),
             },
         )
-        self._connection.delete(keys.rq_queue(keys.lane(batch.queue, batch_id)))
+        lane = keys.rq_queue(keys.lane(batch.queue, batch_id))
+        with self._connection.pipeline(transaction=True) as pipeline:
+            pipeline.delete(lane)
+            pipeline.srem(f"{keys.RQ}:queues", lane)
+            pipeline.lrem(keys.lanes(batch.queue), 0, batch_id)
+            pipeline.execute()
         cancelled = 0
         for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
             cancelled += self._cancel_jobs([keys.job_id(batch_id, ref.line) for ref in page])
@@ -280,15 +288,36 @@ class Batches:
             BatchNotFound: the server knows no such batch.
         """
         self.get(batch_id)
-        count = 0
-        for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
-            count += len(self.retry_jobs([keys.job_id(batch_id, ref.line) for ref in page]))
-        return count
+        job_ids = (keys.job_id(batch_id, ref.line) for ref in self.all_lines(batch_id))
+        return len(self.retry_jobs(job_ids))
 
-    def retry_jobs(self, job_ids: Sequence[str]) -> list[str]:
+    def retry_jobs(self, job_ids: Iterable[str]) -> list[str]:
         """Give failed, stopped or cancelled jobs a new generation; return those that were."""
-        queued = self._scripts.call("retry", [], [utcformat(now()), *job_ids])
-        return [job_id.decode() for job_id in queued]
+        seconds, microseconds = self._connection.time()
+        retried: list[str] = []
+        for page in _batched(iter(job_ids), _PAGE_LINES):
+            queued = self._scripts.call("retry", [], [utcformat(now()), *page])
+            retried += [job_id.decode() for job_id in queued]
+        lines: defaultdict[str, set[bytes]] = defaultdict(set)
+        for job_id in retried:
+            batch_id, _, line = job_id.rpartition("-")
+            lines[batch_id].add(line.encode())
+        for batch_id in lines:
+            self._forget_endings(batch_id, lines[batch_id], seconds * 1000 + microseconds // 1000)
+        return retried
+
+    def _forget_endings(self, batch_id: str, lines: set[bytes], until_ms: int) -> None:
+        """Drop the entries of lines that run again, so that each line has one at its end."""
+        done = keys.batch_done(batch_id)
+        start: bytes | str = "-"
+        while True:
+            entries: Any = self._connection.xrange(done, start, str(until_ms), count=_PAGE_LINES)
+            if not entries:
+                return
+            ids = [entry_id for entry_id, fields in entries if fields.get(b"l") in lines]
+            if ids:
+                self._connection.xdel(done, *ids)
+            start = b"(" + entries[-1][0]
 
     def delete(self, batch_id: str) -> None:
         """Cancel a batch and delete it with everything it owns: jobs, results, streams.
@@ -316,6 +345,7 @@ class Batches:
             keys.batch_lines(batch_id),
             keys.batch_done(batch_id),
             keys.batch_errors(batch_id),
+            keys.batch_outcomes(batch_id),
         )
         self._connection.zrem(keys.batches(), batch_id)
 
@@ -340,7 +370,7 @@ class Batches:
         return int(count)
 
 
-def _batched(refs: Iterator[LineRef], size: int) -> Iterator[list[LineRef]]:
+def _batched(items: Iterator[_T], size: int) -> Iterator[list[_T]]:
     """Yield lists of up to ``size``; itertools.batched needs Python 3.12."""
-    while page := list(itertools.islice(refs, size)):
+    while page := list(itertools.islice(items, size)):
         yield page

@@ -408,15 +408,27 @@ class Broker:
 
         Each is ours for a while: it is due again later unless ``cared_for`` is told.
         """
-        due: list[tuple[str, str]] = []
-        for queue in self._queues:
-            ids: Any = self._scripts.call("due", [keys.aftercare(queue)], [_AFTERCARE_SECONDS])
-            due += [(queue, job_id.decode()) for job_id in ids]
-        return due
+        calls = [([keys.aftercare(queue)], [_AFTERCARE_SECONDS]) for queue in self._queues]
+        replies = self._scripts.call_many("due", calls)
+        return [
+            (queue, job_id.decode())
+            for queue, ids in zip(self._queues, replies, strict=True)
+            for job_id in ids
+        ]
 
     def cared_for(self, queue: str, job_id: str) -> None:
         """Forget the aftercare of a job; it is done."""
         self._connection.zrem(keys.aftercare(queue), job_id)
+
+    def forget_expired(self) -> None:
+        """Drop from the registries of ended jobs those that have expired by the server's clock."""
+        moment = self._connection.time()[0]
+        registries = (keys.rq_finished, keys.rq_failed, keys.rq_canceled)
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for queue in self._queues:
+                for registry in registries:
+                    pipeline.zremrangebyscore(registry(queue), 0, moment)
+            pipeline.execute()
 
     def may_reap(self, *, seconds: float) -> bool:
         """Take the turn to reap for this many seconds; False when another worker has it."""

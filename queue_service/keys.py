@@ -95,7 +95,7 @@ def watch(job_id: str) -> str:
 
 
 def progress(job_id: str, execution_id: str) -> str:
-    """Hash: how far an execution has come (header and token ids)."""
+    """List: how far an execution has come (a header, then packed token ids)."""
     return f"{PREFIX}:progress:{job_id}:{execution_id}"
 
 
@@ -119,6 +119,11 @@ def batch_errors(batch_id: str) -> str:
     return f"{PREFIX}:batch:{batch_id}:errors"
 
 
+def batch_outcomes(batch_id: str) -> str:
+    """Bits: how each line of the batch ended, two bits a line, 0 while it has not."""
+    return f"{PREFIX}:batch:{batch_id}:outcomes"
+
+
 def lane(queue: str, batch_id: str) -> str:
     """RQ queue of its own that holds the waiting lines of one batch."""
     return f"{queue}:{batch_id}"
@@ -130,7 +135,7 @@ def lanes(queue: str) -> str:
 
 
 def aftercare(queue: str) -> str:
-    """Sorted set of ended jobs with dependents or callbacks still to see to, scored by when."""
+    """Sorted set of executions (``job:execution:ending``) to see to after their end, by when."""
     return f"{PREFIX}:aftercare:{queue}"
 
 

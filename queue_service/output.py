@@ -2,6 +2,8 @@
 
 The file itself says how far it is: its lines carry the ids of the batch's lines. A last line
 without its end was torn by a crash and is cut off; a file with anything else in it is refused.
+A failure that was written and whose request was run again since is written again, and so is all
+behind it.
 """
 
 from __future__ import annotations
@@ -160,7 +162,7 @@ class BatchOutput:
         self.num_written = 0
 
     def resume(self) -> int:
-        """Find how far the files are, cut off what is torn, and return how many lines are there.
+        """Find how far the files are, cut off the rest, and return how many lines are there.
 
         Raises:
             ConfigurationError: a file holds something else than lines of this batch.
@@ -172,19 +174,23 @@ class BatchOutput:
             for ref in refs:
                 line_id = output_line_id(self._reader.job_id(ref))
                 head = next((h for h in heads if h.line_id == line_id), None)
-                if head is None:
+                if head is None or self._is_outdated(head):
                     is_behind = True
                     break
                 head.take()
                 taken += 1
             self._order.skip(taken)
             self.num_written += taken
-        prefix = output_line_id(self._reader.job_id(LineRef(0, ""))).removesuffix("0")
+        # A crash between the writes to two files leaves one ahead; its surplus comes again.
+        may_be_cut = len(heads) > 1 or any(self._is_outdated(head) for head in heads)
         for head in heads:
-            # A crash between the writes to two files leaves one ahead; its surplus comes again.
-            head.check(prefix, may_be_ahead=len(heads) > 1)
+            if not head.is_of(self._prefix, may_be_cut=may_be_cut):
+                raise ConfigurationError(
+                    f"{head.file.path} holds something else than this batch's results in this "
+                    "order; move it away, or name another file"
+                )
         for head in heads:
-            head.cut()
+            head.file.truncate(head.end)
         return self.num_written
 
     def advance(self) -> int:
@@ -203,45 +209,49 @@ class BatchOutput:
         self.num_written += len(lines)
         return len(lines)
 
+    @property
+    def _prefix(self) -> str:
+        """What the ids of the batch's output lines begin with."""
+        return output_line_id(self._reader.job_id(LineRef(0, ""))).removesuffix("0")
+
+    def _is_outdated(self, head: _Head) -> bool:
+        """Whether a written line is a failure of this batch whose request was run again since."""
+        number = (head.line_id or "").removeprefix(self._prefix)
+        if not number.isdecimal() or not head.is_failure:
+            return False
+        [now] = self._reader.read([LineRef(int(number), "")])
+        return now is None or now["error"] is None
+
 
 class _Head:
-    """The next line of a file that may belong to the batch."""
+    """The next line of a file that may belong to the batch; ``end`` is the offset before it."""
 
     def __init__(self, file: OutputFile) -> None:
         self.file = file
+        self.end = 0
         self._lines = file.written()
-        self._end = 0
-        self._next_end = 0
-        self.line_id: str | None = None
         self._step()
 
     def take(self) -> None:
         """Accept the line and look at the next."""
-        self._end = self._next_end
+        self.end = self._next_end
         self._step()
 
     def _step(self) -> None:
-        following = next(self._lines, None)
-        self.line_id = None
-        if following is not None:
-            self.line_id, self._next_end = str(following[0].get("id")), following[1]
+        line, self._next_end = next(self._lines, (None, self.end))
+        self.line_id = None if line is None else str(line.get("id"))
+        self.is_failure = line is not None and line.get("error") is not None
 
-    def check(self, prefix: str, *, may_be_ahead: bool) -> None:
-        """Refuse a file that holds something else than a batch whose lines' ids have a prefix."""
-        if self.line_id is None:
-            start = json.dumps({"id": prefix}).removesuffix('"}').encode()
-            is_ours = self.file.is_torn_at(self._end, start)
-        else:
-            is_ours = may_be_ahead and self.line_id.startswith(prefix)
-        if not is_ours:
-            raise ConfigurationError(
-                f"{self.file.path} holds something else than this batch's results in this order; "
-                "move it away, or name another file"
-            )
+    def is_of(self, prefix: str, *, may_be_cut: bool) -> bool:
+        """Whether what follows may be cut off: a torn line, or whole ones if that is allowed.
 
-    def cut(self) -> None:
-        """Cut off what was not taken."""
-        self.file.truncate(self._end)
+        Args:
+            prefix: begins the ids of the batch's lines.
+        """
+        if self.line_id is not None:
+            return may_be_cut and self.line_id.startswith(prefix)
+        start = json.dumps({"id": prefix}).removesuffix('"}').encode()
+        return self.file.is_torn_at(self.end, start)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from redis import Redis
 
 from queue_service import keys
-from queue_service.batches import LineRef
+from queue_service.batches import LineRef, Status
 from queue_service.errors import JobNotFound, RequestError
 from queue_service.payload import decode_value, inflate_text
 from queue_service.responses import failure_line, success_line, unanswered_line
@@ -78,11 +78,12 @@ class BatchReader:
             return []
         job_ids = [self.job_id(ref) for ref in refs]
         with self._connection.pipeline(transaction=False) as pipeline:
+            pipeline.hget(keys.batch(self._batch_id), "ending")
             pipeline.hmget(keys.batch_errors(self._batch_id), [str(ref.line) for ref in refs])
             for job_id in job_ids:
                 pipeline.hget(keys.rq_job(job_id), "status")
                 pipeline.xrevrange(keys.rq_results(job_id), count=1)
-            errors, *replies = pipeline.execute()
+            ending, errors, *replies = pipeline.execute()
         lines: list[dict[str, Any] | None] = []
         for i, (ref, job_id) in enumerate(zip(refs, job_ids, strict=True)):
             status, entries = replies[2 * i], replies[2 * i + 1]
@@ -90,6 +91,9 @@ class BatchReader:
                 lines.append(failure_line(job_id, ref.custom_id, json.loads(errors[i])))
             elif status in _OPEN_STATUSES:
                 lines.append(None)
+            elif status == b"canceled" and ending == Status.EXPIRED.value.encode():
+                late = "the batch's time was over before the request ended"
+                lines.append(unanswered_line(job_id, ref.custom_id, "batch_expired", late))
             else:
                 lines.append(_output_line(job_id, ref.custom_id, status, entries))
         return lines

@@ -138,7 +138,7 @@ class WorkerSettings(Section):
     model_config = SettingsConfigDict(env_prefix="QSVC_WORKER_")
     table: ClassVar[str] = "worker"
 
-    model: Name | None = Field(None, description="Model to serve: a folder or a hub id.")
+    model: Name | None = Field(None, description="Model to serve: a hub id, a folder, a .gguf file, or smollm2-135m.")
     alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None, description="Name of the model's queues; unset: made from the model's name."
     )
@@ -151,7 +151,7 @@ class WorkerSettings(Section):
         " other is refused.",
     )
     serve_default: bool = Field(True, description="Also claim jobs from the queue qsvc:default.")
-    name: Name | None = Field(None, description="Worker's name in Redis; unset: host and pid.")
+    name: Name | None = Field(None, description="Worker's name in Redis; unset: host, alias and slot.")
     slots: PositiveInt = Field(32, description="Rows in one batch.")
     claim_ahead: NonNegativeInt = Field(
         8, description="Jobs claimed beyond the rows, so that they are prepared when one ends."
@@ -173,7 +173,7 @@ class WorkerSettings(Section):
         "auto", description="Type of weights and activations; auto: what suits model and device."
     )
     blas_threads: PositiveInt | None = Field(
-        None, description="CPU threads for matrix products; unset: the library's choice."
+        None, description="CPU threads for matrix products; unset: cores - 1."
     )
     max_tokens_ceiling: PositiveInt | None = Field(
         None, description="Most tokens that one answer may have, whatever the request asks."
@@ -197,7 +197,7 @@ class WorkerSettings(Section):
         0.075, description="Time between two writes of new text to a job's stream."
     )
     progress_interval_seconds: Seconds = Field(
-        0.5, description="Time between two writes of the tokens so far, kept for a takeover."
+        0.5, description="Time between two writes of the tokens so far."
     )
 
     @field_validator("queues", "callbacks", mode="before")
@@ -263,8 +263,7 @@ class PathSettings(Section):
 
     cache_folder: Path = Field(
         default_factory=lambda: platformdirs.user_cache_path("qsvc"),
-        description="Checkpoints and the state of `qsvc run`; unset: qsvc in the user's cache"
-        " folder.",
+        description="State of `qsvc run` and device locks; unset: qsvc in the user's cache folder.",
     )
 
     @field_validator("cache_folder")

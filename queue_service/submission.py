@@ -106,13 +106,14 @@ class Feeder:
         self._file = file
         self._options = options
         self.batch_id = batch_id_of(file, queue=options.queue, key=options.key)
-        if options.key:
-            _check_key(connection, options, self.batch_id)
+        endpoint = self._endpoint()
         if options.strict:
             _refuse_bad_lines(file, options.submit.max_lines)
+        if options.key:  # last: a file that is refused must not take the key from the right one
+            _check_key(connection, options, self.batch_id)
         self.is_new = Batches(connection).create(
             self.batch_id,
-            endpoint=self._endpoint(),
+            endpoint=endpoint,
             queue=options.queue,
             model=options.model,
             retention_seconds=options.retention.result_seconds,

@@ -63,6 +63,7 @@ class Sweeper:
     def sweep_now(self) -> int:
         """Look at the batches in progress; return how many lines were squared."""
         squared = 0
+        moment = self._connection.time()[0]
         members: Any = self._connection.zrange(keys.batches(), 0, -1)
         live: dict[str, int] = {}
         for member in members:
@@ -74,7 +75,7 @@ class Sweeper:
                 continue
             if batch.status.is_final:
                 continue
-            if batch.expires_at is not None and batch.expires_at <= time.time():
+            if batch.expires_at is not None and batch.expires_at <= moment:
                 self._batches.expire(batch_id)
                 continue
             live[batch_id] = batch.ended
@@ -131,6 +132,5 @@ class Sweeper:
         script_keys = [
             keys.batch(batch_id),
             keys.batch_errors(batch_id),
-            keys.batch_done(batch_id),
         ]
         return int(self._scripts.call("sweep", script_keys, args))

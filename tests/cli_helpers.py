@@ -150,18 +150,26 @@ def attempts(cache_folder: Path) -> dict[int, int]:
     return found
 
 
-def left_behind(cache_folder: Path) -> list[str]:
-    """Processes of runs in a cache folder that still live: workers and servers."""
+def processes(*words: str) -> list[int]:
+    """Ids of living processes whose command line holds all of these."""
     listed = subprocess.run(
         ["ps", "-Aww", "-o", "pid=", "-o", "stat=", "-o", "command="],
         capture_output=True,
         text=True,
         check=True,
     )
-    lines = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    mine = [" ".join(line) for line in lines if len(line) == 3 and str(cache_folder) in line[2]]
-    servers = [f"server {s.pid}" for s in run_servers(cache_folder) if s.is_running]
-    return [line for line in mine if " Z" not in line] + servers
+    rows = [row for line in listed.stdout.splitlines() if len(row := line.split(None, 2)) == 3]
+    return [
+        int(pid)
+        for pid, state, command in rows
+        if not state.startswith("Z") and all(word in command for word in words)
+    ]
+
+
+def left_behind(cache_folder: Path) -> list[str]:
+    """Workers with the fake engine and servers of a cache folder's runs that still live."""
+    workers = [f"worker {pid}" for pid in processes(str(cache_folder))]
+    return workers + [f"server {s.pid}" for s in run_servers(cache_folder) if s.is_running]
 
 
 def assert_nothing_left_behind(cache_folder: Path) -> None:

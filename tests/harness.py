@@ -42,6 +42,7 @@ FAKE_CHILD = (sys.executable, "-m", "tests.fake_worker")
 LONG_TEXT = "x" * 1500
 SLOW_STEP_SECONDS = 0.01
 
+_GREEDY = SamplingPlan(temperature=0.0, top_p=1.0, seed=7)
 _ROOT = Path(__file__).parent.parent
 _POLL_SECONDS = 0.01
 
@@ -88,18 +89,20 @@ def make_request(
     text: str = "answer",
     *,
     claimed: Claimed | None = None,
+    prompt_ids: tuple[int, ...] | None = None,
     token_limit: int = 4096,
+    sampling: SamplingPlan = _GREEDY,
     stop_strings: tuple[str, ...] = (),
     stream: bool = False,
 ) -> PreparedRequest:
-    """Return a request that the fake engine answers with ``text``, seed 7."""
+    """Return a request that the fake engine answers with ``text``; greedy, seed 7."""
     return PreparedRequest(
         claimed=claimed or make_claimed(),
         endpoint=Endpoint.CHAT,
         model="fake",
-        prompt_ids=tuple(text.encode()),
+        prompt_ids=prompt_ids or tuple(text.encode()),
         token_limit=token_limit,
-        sampling=SamplingPlan(temperature=0.0, top_p=1.0, seed=7),
+        sampling=sampling,
         stop_strings=stop_strings,
         stream=stream,
         encoding=Encoding.JSON,

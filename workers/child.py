@@ -96,7 +96,7 @@ def run_child(load: Loader) -> int:
         logger.exception("the engine failed; the process ends so that a new one starts clean")
         return EXIT_FAILED
     except (ConfigurationError, ModelUnavailable) as error:
-        reporter.report("fatal", message=str(error))
+        reporter.report("fatal", message=str(error), kind=type(error).__name__)
         return EXIT_CONFIGURATION
     except QsvcError as error:
         reporter.report("failed", message=str(error))

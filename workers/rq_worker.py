@@ -524,10 +524,7 @@ class BatchWorker(BaseWorker):
             logger.warning("jobs of a lost worker put back jobs=%d", len(back))
         for queue_name, job_id in self._broker.due_aftercare():
             self._aftercare.see_to(queue_name, job_id)
-        for rq_queue in self.queues:
-            rq_queue.finished_job_registry.cleanup()
-            rq_queue.failed_job_registry.cleanup()
-            rq_queue.canceled_job_registry.cleanup()
+        self._broker.forget_expired()
         self._sweeper.sweep()
 
     def _give_back(self) -> None:

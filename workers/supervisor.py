@@ -65,7 +65,7 @@ class Supervisor:
         self._on_event = on_event
         self._stop_level = 0
         self._child: subprocess.Popen[str] | None = None
-        self._fatal: str | None = None
+        self._fatal: QsvcError | None = None
         self._stall = _StallWatch(settings.worker.engine_stall_seconds)
         self._awake = _KeepAwake()
 
@@ -90,7 +90,7 @@ class Supervisor:
                 return
             if code == EXIT_CONFIGURATION:
                 # Nothing to bury: a worker of this name that is listed is somebody else's.
-                raise ModelUnavailable(self._fatal or "the worker cannot start")
+                raise self._fatal or ConfigurationError("the worker cannot start; see its log")
             self._bury()
             if self._stop_level:
                 return
@@ -154,7 +154,8 @@ class Supervisor:
             logger.warning("worker said: %s", line.rstrip())
             return
         if event["event"] == "fatal":
-            self._fatal = event["message"]
+            is_model = event.get("kind") == ModelUnavailable.__name__
+            self._fatal = (ModelUnavailable if is_model else ConfigurationError)(event["message"])
         elif event["event"] == "progress":
             self._stall.see(running=event["running"], steps=event["steps"])
             self._awake.want(event["running"] > 0)

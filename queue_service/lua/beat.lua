@@ -16,9 +16,9 @@ local lost, watched = {}, {}
 for i = 5, #ARGV, 3 do
   local wip, id, ex = KEYS[7 + 2 * tonumber(ARGV[i])], ARGV[i + 1], ARGV[i + 2]
   local composite, jk = id .. ':' .. ex, job_key(id)
-  local status = redis.call('HGET', jk, 'status')
-  if not redis.call('ZSCORE', wip, composite) or status ~= 'started' then
-    lost[#lost + 1] = {ex, status or 'deleted'}
+  local f = redis.call('HMGET', jk, 'status', 'qsvc_execution')
+  if not redis.call('ZSCORE', wip, composite) or f[1] ~= 'started' or f[2] ~= ex then
+    lost[#lost + 1] = {ex, f[1] or 'deleted'}
   else
     local ek = RQ .. ':execution:' .. composite
     redis.call('ZADD', wip, 'XX', math.floor(now) + lease, composite)

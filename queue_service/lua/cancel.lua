@@ -13,9 +13,9 @@ for i = 4, #ARGV do
   local id = ARGV[i]
   local jk = job_key(id)
   local f = redis.call('HMGET', jk, 'status', 'worker_name', 'origin', 'qsvc_batch', 'qsvc_line')
-  if f[1] and not ENDED[f[1]] then
+  if f[1] and f[3] and not ENDED[f[1]] then
     n = n + 1
-    redis.call('HSET', jk, 'status', 'canceled', 'ended_at', iso)
+    redis.call('HSET', jk, 'status', 'canceled', 'ended_at', iso, 'qsvc_settled', 'cancelled')
     redis.call('HDEL', jk, 'qsvc_execution')
     for _, registry in ipairs({':scheduled:', ':deferred:', ':ready:'}) do
       redis.call('ZREM', RQ .. registry .. f[3], id)

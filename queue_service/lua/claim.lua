@@ -4,19 +4,22 @@
 --      then per queue: rq:queue:<q>, rq:wip:<q>, qsvc:lanes:<q>
 -- ARGV 1 worker name  2 iso time  3 lease seconds  4 n  5 crash retries  6 format version
 --      7.. n execution ids
--- Reads also rq:queue:<q>:<batch> (a lane). Writes also rq:job:<id>,
--- rq:execution:<id>:<ex>, rq:executions:<id>; drops qsvc:progress:<id>:<earlier execution>.
--- Ids that are no longer queued (cancelled, deleted, pushed twice) are dropped on the way; jobs
+-- Reads also rq:queue:<q>:<batch> (a lane), rq:finished:<q>, rq:failed:<q>, rq:canceled:<q>.
+-- Writes also rq:job:<id>, rq:execution:<id>:<ex>, rq:executions:<id>, its batch's keys; drops
+-- qsvc:progress:<id>:<earlier execution> and what else is left of that one.
+-- Ids that are not queued (cancelled, deleted, pushed twice, ended) are dropped on the way; jobs
 -- of a newer format stay where they are.
 -- A job that still names an earlier execution was lost with its worker: that death is charged
 -- to it unless it had come further than ever before. Only a death alone counts beyond a suspect.
--- Returns {{id, execution, queue index from 0, flat hash}…}, number of ids looked at. The hash
--- is as it was before the claim, with what the claim changed at its end.
+-- Returns {{id, execution, queue index from 0, flat hash}…}, number of ids taken from a queue.
+-- The hash is as it was before the claim, with what the claim changed at its end.
 local wkey, wex, suspended, queues = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, iso, lease, n = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local crash_retries, version = tonumber(ARGV[5]), tonumber(ARGV[6])
 local out, looked = {}, 0
 if redis.call('EXISTS', suspended) == 1 then return {out, 0} end
+-- Does nothing, but a full server refuses it: no job is claimed whose answer has no room.
+redis.call('LPUSHX', 'qsvc:none', '')
 local now = redis_now()
 local lease_end = math.floor(now) + lease
 
@@ -31,16 +34,26 @@ local function charge_death(id, f)
   local progress = 'qsvc:progress:' .. id .. ':' .. f.qsvc_execution
   local tokens = tokens_of(progress)
   redis.call('DEL', progress)
-  local deaths, reached = tonumber(f.qsvc_deaths or 0), tonumber(f.qsvc_reached or 0)
+  local deaths, reached = number(f.qsvc_deaths, 0), number(f.qsvc_reached, 0)
   if tokens > reached then return 0, tokens end
   if is_set(f.qsvc_alone) or deaths < crash_retries then deaths = deaths + 1 end
   return deaths, reached
 end
 
 local function start(id, jk, flat, f, wip, queue_index)
-  local ex = ARGV[7 + #out]
+  local ex, attempt = ARGV[7 + #out], number(f.qsvc_attempt, 0) + 1
   local composite = id .. ':' .. ex
   local ek, executions = RQ .. ':execution:' .. composite, RQ .. ':executions:' .. id
+  -- One that stock tools put back, or that was cancelled and retried, may still be at work
+  -- somewhere: two must never hold one job.
+  if attempt > 1 then
+    local holder = RQ .. ':worker:' .. (f.worker_name or '') .. ':executions'
+    for _, earlier in ipairs(redis.call('ZRANGE', executions, 0, -1)) do
+      end_execution(wip, holder, id, earlier)
+    end
+  end
+  -- Only stock tools queue a line that its batch counts as ended.
+  if f.qsvc_batch and f.ended_at then reopen_line(batch_key(f.qsvc_batch), f.qsvc_line or '') end
   redis.call('HSET', ek, 'id', ex, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
     'worker_name', worker)
   redis.call('EXPIRE', ek, lease)
@@ -49,7 +62,7 @@ local function start(id, jk, flat, f, wip, queue_index)
   redis.call('ZADD', wip, lease_end, composite)
   redis.call('SADD', wex, composite)
   local set = {'status', 'started', 'started_at', iso, 'last_heartbeat', iso, 'worker_name',
-    worker, 'qsvc_execution', ex, 'qsvc_attempt', tostring(tonumber(f.qsvc_attempt or 0) + 1)}
+    worker, 'qsvc_execution', ex, 'qsvc_attempt', tostring(attempt)}
   local function also(field, value)
     set[#set + 1] = field
     set[#set + 1] = tostring(value)
@@ -70,32 +83,46 @@ local function start(id, jk, flat, f, wip, queue_index)
   -- A plain job's description is RQ's repr of its arguments: the prompt.
   if not f.qsvc_batch then also('description', 'qsvc request') end
   redis.call('HSET', jk, unpack(set))
-  if is_set(f.ttl) then redis.call('PERSIST', jk) end
+  if is_set(f.ttl) or attempt > 1 then redis.call('PERSIST', jk) end
   for i = 1, #set do flat[#flat + 1] = set[i] end
   out[#out + 1] = {id, ex, queue_index, flat}
 end
 
+-- Whether a job had ended before it was put into the queue; its status is set right then. A stock
+-- tool that saw it run, and was too slow to see its end, does that. One that a person asked to
+-- run it again has taken it out of the registry first.
+local function had_ended(id, jk, f, queue)
+  if not is_set(f.qsvc_settled) then return false end
+  for _, status in ipairs({'finished', 'failed', 'canceled'}) do
+    if redis.call('ZSCORE', RQ .. ':' .. status .. ':' .. queue, id) then
+      redis.call('HSET', jk, 'status', status)
+      return true
+    end
+  end
+  return false
+end
+
 for q = 5, #KEYS, 3 do
   local main, wip, lanes = KEYS[q], KEYS[q + 1], KEYS[q + 2]
+  local queue = string.sub(main, #(RQ .. ':queue:') + 1)
   local num_lanes = redis.call('LLEN', lanes)
   local newer, misses = {}, 0
-  while #out < n and looked < 2000 and misses <= num_lanes do
+  while #out < n and looked < 2000 and #newer < 500 and misses <= num_lanes do
     local lane = num_lanes > 0 and redis.call('LMOVE', lanes, lanes, 'LEFT', 'RIGHT') or '-'
     local list = lane == '-' and main or main .. ':' .. lane
     local id = redis.call('LPOP', list)
     if id then
       misses = 0
-      looked = looked + 1
       local jk = job_key(id)
-      local flat = redis.call('HGETALL', jk)
+      local flat = redis.pcall('HGETALL', jk)  -- an error is an empty list: no job
       local f = {}
       for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
-      if f.status == 'queued' then
-        if tonumber(f.qsvc_v or 1) > version then
-          newer[#newer + 1] = {list, id}
-        else
-          start(id, jk, flat, f, wip, (q - 5) / 3)
-        end
+      local is_queued = f.status == 'queued' and not had_ended(id, jk, f, queue)
+      if is_queued and number(f.qsvc_v, 1) > version then
+        newer[#newer + 1] = {list = list, lane = lane, id = id}
+      else
+        looked = looked + 1
+        if is_queued then start(id, jk, flat, f, wip, (q - 5) / 3) end
       end
     elseif lane == '-' then
       misses = misses + 1
@@ -109,7 +136,11 @@ for q = 5, #KEYS, 3 do
       end
     end
   end
-  for i = #newer, 1, -1 do redis.call('LPUSH', newer[i][1], newer[i][2]) end
+  for i = #newer, 1, -1 do
+    local job = newer[i]
+    redis.call('LPUSH', job.list, job.id)
+    if job.lane ~= '-' then open_lane(queues, main, lanes, job.lane) end
+  end
 end
 if #out > 0 then
   redis.call('HSET', wkey, 'state', 'busy')

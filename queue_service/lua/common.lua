@@ -18,7 +18,7 @@ local function batch_key(id) return 'qsvc:batch:' .. id end
 local function number(value, otherwise) return tonumber(value) or otherwise end
 
 -- Return a JSON list from a job's hash; empty when it is none.
-local function list(text)
+local function json_list(text)
   local is_json, value = pcall(cjson.decode, text or '')
   return is_json and type(value) == 'table' and value or {}
 end

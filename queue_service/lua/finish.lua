@@ -1,6 +1,6 @@
 -- FINISH: end executions with their outcomes: results, registries, counters, batches, stream
 -- ends; or put jobs up for another try. Each is accepted only while the execution holds its
--- lease and the job is started, so once.
+-- lease and the job is started by it, so once.
 -- KEYS 1 rq:wip:<q>  2 rq:finished:<q>  3 rq:failed:<q>  4 rq:worker:<w>
 --      5 rq:worker:<w>:executions  6 rq:queue:<q>  7 rq:scheduled:<q>  8 qsvc:aftercare:<q>
 -- ARGV 1 iso time  2 worker name  3 most tries of a transient failure  4 seconds after which
@@ -12,11 +12,14 @@
 --      '1' when the job's own Retry applies, seconds until a transient failure is tried again or ''
 -- Writes also rq:job:<id>, rq:results:<id>, rq:executions:<id>, the batches' keys,
 -- qsvc:stream:<id>; drops rq:execution:<id>:<ex>, qsvc:progress:<id>:<ex>.
--- Returns for each: ok; aftercare (ok, and the job is in qsvc:aftercare:<q> for its dependents,
--- callbacks or rate limit); retry; lost (not our lease); or the status that refused the result.
+-- Returns for each: ok; aftercare (ok, and <id>:<ex>:<status> is in qsvc:aftercare:<q> for the
+-- job's dependents, callbacks or rate limit); retry; lost (not our lease); or the status that
+-- refused the result.
 local wip, finished, failed, wkey, wex, queue, scheduled, aftercare = unpack(KEYS)
 local iso, worker, most_tries, care_seconds = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local STEP = 16
+-- A job that asked to be deleted at its end stays so long for its aftercare to read.
+local CARE_SECONDS = 300
 local now = redis_now()
 local seconds_now = math.floor(now)
 local counts = {finished = 0, failed = 0, working = 0}
@@ -44,24 +47,24 @@ local function was_accepted(id, ex)
   return false
 end
 
-local function settle(id, f, outcome, prompt, completion, cached)
-  if not is_set(f.batch) or is_set(f.settled) then return end
-  local key = batch_key(f.batch)
+-- Note a line's end; its batch is counted up once for all lines of this call.
+local function settle(batch, line, outcome, prompt, completion, cached)
+  local key = batch_key(batch)
   local b = batches[key]
   if b == nil then
     b = redis.call('EXISTS', key) == 1
       and {completed = 0, failed = 0, prompt = 0, completion = 0, cached = 0}
     batches[key] = b
   end
-  if not b then return end
+  if not b or not note_outcome(key, line, outcome) then return end
   b[outcome] = b[outcome] + 1
   b.prompt, b.completion, b.cached = b.prompt + prompt, b.completion + completion, b.cached + cached
-  redis.call('XADD', key .. ':done', '*', 'l', f.line, 's', outcome)
 end
 
 local FIELDS = {'status', 'retries_left', 'qsvc_auto_retry', 'retry_intervals', 'repeats_left',
   'repeat_intervals', 'success_callback_name', 'failure_callback_name', 'stopped_callback_name',
-  'rate_limit_key', 'enqueue_at_front_on_retry', 'qsvc_batch', 'qsvc_line', 'qsvc_settled'}
+  'rate_limit_key', 'enqueue_at_front_on_retry', 'qsvc_batch', 'qsvc_line', 'qsvc_transient',
+  'qsvc_generation', 'qsvc_execution'}
 
 local function finish_one(at)
   local id, ex, status, keep = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
@@ -75,34 +78,36 @@ local function finish_one(at)
   local f = redis.call('HMGET', jk, unpack(FIELDS))
   if not f[1] then return 'deleted' end
   if f[1] ~= 'started' then return f[1] end
+  if f[16] ~= ex then return 'lost' end
 
   counts[status == 'finished' and 'finished' or 'failed'] =
     counts[status == 'finished' and 'finished' or 'failed'] + 1
   counts.working = counts.working + tonumber(finish) - tonumber(start)
 
-  local user_retries = f[3] ~= '1' and tonumber(f[2] or 0) or 0
+  local user_retries = f[3] ~= '1' and number(f[2], 0) or 0
   local transient_seconds = ARGV[at + 15]
   if transient_seconds ~= '' then
-    if redis.call('HINCRBY', jk, 'qsvc_transient', 1) <= most_tries then
+    local tries = number(f[14], 0) + 1
+    if tries <= most_tries then
+      redis.call('HSET', jk, 'qsvc_transient', tries)
       redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
       again(jk, id, tonumber(transient_seconds), true)
       return 'retry'
     end
   elseif ARGV[at + 14] == '1' and user_retries > 0 then
-    local seconds = 0
-    if is_set(f[4]) then
-      local intervals = cjson.decode(f[4])
-      if #intervals > 0 then seconds = intervals[math.max(#intervals - user_retries, 0) + 1] end
-    end
+    local intervals = json_list(f[4])
+    local seconds = number(intervals[math.max(#intervals - user_retries, 0) + 1], 0)
     redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
-    redis.call('HINCRBY', jk, 'retries_left', -1)
+    redis.call('HSET', jk, 'retries_left', user_retries - 1)
     again(jk, id, seconds, f[11] == '1')
     return 'retry'
   end
 
   local outcome = status == 'finished' and 'completed' or 'failed'
-  settle(id, {batch = f[12], line = f[13], settled = f[14]}, outcome, tonumber(ARGV[at + 8]),
-    tonumber(ARGV[at + 9]), tonumber(ARGV[at + 10]))
+  if is_set(f[12]) then
+    settle(f[12], f[13], outcome, tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]),
+      tonumber(ARGV[at + 10]))
+  end
   local drop = {'qsvc_execution', 'qsvc_alone', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient'}
   if f[3] == '1' then
     drop[6], drop[7] = 'qsvc_auto_retry', 'retries_left'
@@ -118,7 +123,7 @@ local function finish_one(at)
     or status == 'stopped' and f[9]
   local needs_care = is_set(callback) or is_set(f[10])
     or redis.call('EXISTS', jk .. ':dependents') == 1
-  local repeats = status == 'finished' and tonumber(f[5] or 0) or 0
+  local repeats = status == 'finished' and number(f[5], 0) or 0
   local results = RQ .. ':results:' .. id
   if keep == 0 and not needs_care and repeats == 0 then
     redis.call('DEL', jk, results, RQ .. ':executions:' .. id)
@@ -126,7 +131,7 @@ local function finish_one(at)
   end
   redis.call('HSET', jk, 'status', status, 'ended_at', iso, 'last_heartbeat', iso,
     'qsvc_settled', outcome)
-  if keep ~= 0 then
+  if keep ~= 0 or needs_care then
     local entry = {'type', status == 'finished' and 1 or 2, 'worker_name', worker,
       'execution_id', ex, 'execution_started_at', start, 'execution_ended_at', finish,
       status == 'finished' and 'return_value' or 'exc_string', payload}
@@ -143,17 +148,13 @@ local function finish_one(at)
   end
   local registry = status == 'finished' and finished or failed
   if repeats > 0 then
-    local seconds = 0
-    if is_set(f[6]) then
-      local intervals = cjson.decode(f[6])
-      seconds = intervals[1] or 0
-      if #intervals > 1 then
-        table.remove(intervals, 1)
-        redis.call('HSET', jk, 'repeat_intervals', cjson.encode(intervals))
-      end
+    local intervals = json_list(f[6])
+    local seconds = number(intervals[1], 0)
+    if #intervals > 1 then
+      table.remove(intervals, 1)
+      redis.call('HSET', jk, 'repeat_intervals', cjson.encode(intervals))
     end
-    redis.call('HSET', jk, 'repeats_left', repeats - 1)
-    redis.call('HINCRBY', jk, 'qsvc_generation', 1)
+    redis.call('HSET', jk, 'repeats_left', repeats - 1, 'qsvc_generation', number(f[15], 0) + 1)
     redis.call('HDEL', jk, 'qsvc_settled')
     again(jk, id, seconds, false)
   elseif keep > 0 and not is_set(f[12]) then
@@ -162,15 +163,17 @@ local function finish_one(at)
   elseif keep ~= 0 then  -- for ever; or until its batch has ended, whose end sets the time
     redis.call('ZADD', registry, '+inf', id)
   else
-    redis.call('EXPIRE', jk, 300)  -- asked to be deleted at once: its aftercare still reads it
+    redis.call('EXPIRE', jk, CARE_SECONDS)
   end
-  if keep > 0 and not is_set(f[12]) then
+  if keep == 0 then
+    redis.call('EXPIRE', results, CARE_SECONDS)
+  elseif keep > 0 and not is_set(f[12]) then
     redis.call('EXPIRE', results, keep)
   else
     redis.call('PERSIST', results)
   end
   if needs_care then
-    redis.call('ZADD', aftercare, now + care_seconds, id)
+    redis.call('ZADD', aftercare, now + care_seconds, composite .. ':' .. status)
     return 'aftercare'
   end
   return 'ok'

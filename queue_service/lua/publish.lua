@@ -8,8 +8,9 @@
 -- Returns 1 if the execution is ours, else 0.
 local wip, stream, progress, execution = unpack(KEYS)
 if not redis.call('ZSCORE', wip, ARGV[1]) then return 0 end
-local id = string.match(ARGV[1], '^(.*):')
-if redis.call('HGET', job_key(id), 'status') ~= 'started' then return 0 end
+local id, ex = string.match(ARGV[1], '^(.*):(.*)$')
+local f = redis.call('HMGET', job_key(id), 'status', 'qsvc_execution')
+if f[1] ~= 'started' or f[2] ~= ex then return 0 end
 local number = tonumber(ARGV[2])
 if number <= tonumber(redis.call('HGET', execution, 'qsvc_write') or 0) then return 1 end
 redis.call('HSET', execution, 'qsvc_write', number)

@@ -11,12 +11,12 @@ for i = 2, #ARGV do
   local jk = job_key(id)
   local f = redis.call('HMGET', jk, 'status', 'origin', 'qsvc_batch', 'qsvc_line',
     'qsvc_generation')
-  if f[1] == 'failed' or f[1] == 'stopped' or f[1] == 'canceled' then
+  if f[2] and (f[1] == 'failed' or f[1] == 'stopped' or f[1] == 'canceled') then
     redis.call('ZREM', RQ .. ':failed:' .. f[2], id)
     redis.call('ZREM', RQ .. ':canceled:' .. f[2], id)
     redis.call('PERSIST', jk)
-    redis.call('HDEL', jk, 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient', 'qsvc_execution',
-      'qsvc_alone')
+    redis.call('HDEL', jk, 'qsvc_settled', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient',
+      'qsvc_execution', 'qsvc_alone')
     redis.call('HSET', jk, 'status', 'queued', 'enqueued_at', ARGV[1], 'started_at', '',
       'ended_at', '', 'worker_name', '', 'qsvc_generation', number(f[5], 0) + 1)
     redis.call('DEL', 'qsvc:stream:' .. id)

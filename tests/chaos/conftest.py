@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from queue_service.local_server import LocalServer
-from tests.chaos.rig import Rig
+from tests.chaos.rig import Report, Rig
 from tests.harness import child_environment
 
 
 @pytest.fixture(scope="session")
-def report_path() -> Path | None:
-    """Where settled tests are reported; read before a test's environment is isolated."""
+def report() -> Report:
+    """Takes a line for each test; its path is read before a test's environment is isolated."""
     name = os.environ.get("QSVC_CHAOS_REPORT")
-    return Path(name) if name else None
+    return Report(Path(name) if name else None)
 
 
 @pytest.fixture
 def rig(
-    report_path: Path | None,
+    report: Report,
     make_server: Callable[..., LocalServer],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -30,6 +30,6 @@ def rig(
     """A server of the test's own, and everything that a chaos test does with it."""
     for name, value in child_environment().items():
         monkeypatch.setenv(name, value)
-    rig = Rig(make_server(), tmp_path, report_path)
+    rig = Rig(make_server(), tmp_path, report)
     yield rig
     rig.close()

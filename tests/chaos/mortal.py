@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     fuse = Fuse(asked.die_at, asked.nth, asked.marker)
     # The child looks it up when it wires the worker.
-    workers.child.Broker = functools.partial(MortalBroker, fuse, asked.mute)  # type: ignore[assignment, misc]
+    workers.child.Broker = functools.partial(MortalBroker, fuse, asked.mute)  # type: ignore[attr-defined]
 
     def load(settings: WorkerSettings) -> ServedModel:
         engine = MortalEngine(fuse, max_rows=settings.slots, step_seconds=asked.step_seconds)

@@ -42,8 +42,9 @@ REAP_SECONDS = 0.5
 STEP_SECONDS = 0.01
 TOKENS = 60
 
+QUEUE = keys.queue_name("fake")
+
 _ROOT = Path(__file__).parents[2]
-_QUEUE = keys.queue_name("fake")
 _WATCH_SECONDS = 0.05
 # An expired lease counts a second longer than it says: RQ keeps whole seconds.
 TAKEOVER_SECONDS = LEASE_SECONDS + REAP_SECONDS + 1
@@ -56,11 +57,13 @@ class Work:
     Attributes:
         texts: the right answer of each job, by job id; lines of the batch come first.
         num_lines: how many of them are lines of the batch.
+        has_streams: the lines' text goes to their streams.
     """
 
     batch_id: str
     texts: Mapping[str, str]
     num_lines: int
+    has_streams: bool
 
     @property
     def job_ids(self) -> list[str]:
@@ -103,15 +106,15 @@ class Rig:
     Args:
         server: not started yet.
         folder: takes batch files, logs and markers.
-        report_path: takes a line for each settled test; None writes none.
+        report: takes a line for each settled test.
     """
 
-    def __init__(self, server: LocalServer, folder: Path, report_path: Path | None) -> None:
+    def __init__(self, server: LocalServer, folder: Path, report: Report) -> None:
         self.server = server
         self.folder = folder
         self.url = server.start()
         self.connection: Redis = connect(RedisSettings.load(url=self.url))
-        self._report_path = report_path
+        self._report = report
         self._works: list[Work] = []
         self._watchers: list[_Watcher] = []
         self._cleanup = contextlib.ExitStack()
@@ -144,7 +147,9 @@ class Rig:
         self._cleanup.callback(_end, supervised)
         return supervised
 
-    def start_process(self, name: str, *, command: Sequence[str] = (), **worker: Any) -> ProcessWorker:
+    def start_process(
+        self, name: str, *, command: Sequence[str] = (), **worker: Any
+    ) -> ProcessWorker:
         """Start a worker whose supervisor is a process."""
         settings = self._settings(name, url=None, **worker)
         process = ProcessWorker(settings, command or self.child(), self.folder / f"{name}.log")
@@ -192,7 +197,8 @@ class Rig:
     def child_pid(self, name: str) -> int:
         """Return the process id of a worker's child, which has registered."""
         key = keys.rq_worker(name)
-        return int(eventually(lambda: self.connection.hget(key, "pid"), f"{name} is registered"))
+        pid: Any = eventually(lambda: self.connection.hget(key, "pid"), f"{name} is registered")
+        return int(pid)
 
     def held_by(self, name: str) -> set[str]:
         """Return the jobs that a worker holds."""
@@ -242,6 +248,8 @@ class Rig:
         *,
         num_plain: int = 4,
         num_tokens: int = TOKENS,
+        stream: bool = False,
+        expires_in_seconds: int | None = None,
         connection: Redis | None = None,
     ) -> Work:
         """Submit a batch and plain jobs; every answer has so many tokens."""
@@ -253,14 +261,16 @@ class Rig:
             [chat_line(f"c{i}", text) for i, text in enumerate(texts)],
         )
         with open_batch(str(path)) as file:
-            options = SubmitOptions(queue=_QUEUE, model="fake")
+            options = SubmitOptions(
+                queue=QUEUE, model="fake", stream=stream, expires_in_seconds=expires_in_seconds
+            )
             batch_id = submit_file(connection, file, options).batch.id
         by_job = {keys.job_id(batch_id, i + 1): text for i, text in enumerate(texts)}
         for i in range(num_plain):
             text = f"plain {i} of {number} ".ljust(num_tokens, "y")
             by_job[enqueue_chat(connection, text).id] = text
         wait_for_disk(connection)
-        work = Work(batch_id, by_job, num_lines)
+        work = Work(batch_id, by_job, num_lines, stream)
         self._works.append(work)
         self._watchers.append(_Watcher(self.url, work))
         return work
@@ -287,13 +297,14 @@ class Rig:
         deadline = time.monotonic() + seconds
         while self._num_open() and time.monotonic() < deadline:
             time.sleep(0.05)
-        takeover_seconds = None if killed_at is None else self._last_restart() - killed_at
         problems = self._problems()
-        self._report(fault, problems, takeover_seconds)
-        assert not problems.lost, f"without a result: {problems.lost}"
-        assert not problems.doubled, f"with more than one result: {problems.doubled}"
-        assert not problems.changed, f"with a result that changed: {problems.changed}"
-        assert not problems.wrong, f"with a wrong answer: {problems.wrong}"
+        self._report.add(
+            fault,
+            jobs=len(self._all_texts()),
+            problems=problems,
+            takeover_seconds=None if killed_at is None else self._last_restart() - killed_at,
+        )
+        problems.check()
         for work in self._works:
             self._check_batch(work)
         eventually(lambda: not self._leftovers(), f"nothing left: {self._leftovers()}", seconds=6)
@@ -317,22 +328,22 @@ class Rig:
         assert restarts, "no job was claimed twice"
         return max(restarts).replace(tzinfo=UTC).timestamp()
 
-    def _problems(self) -> _Problems:
-        problems = _Problems([], [], [], [])
+    def _problems(self) -> Problems:
+        lost, doubled, changed, wrong = [], [], [], []
         first_seen = {k: v for watcher in self._watchers for k, v in watcher.stop().items()}
         for job_id, text in self._all_texts().items():
             entries: Any = self.connection.xrange(keys.rq_results(job_id))
             result = self._result(job_id)
             if not entries or not result.has_ended:
-                problems.lost.append(job_id)
+                lost.append(job_id)
                 continue
             if len(entries) > 1:
-                problems.doubled.append(job_id)
+                doubled.append(job_id)
             if first_seen.get(job_id, entries[0]) != entries[0]:
-                problems.changed.append(job_id)
+                changed.append(job_id)
             if result.body is None or text_of(result.body) != text:
-                problems.wrong.append(job_id)
-        return problems
+                wrong.append(job_id)
+        return Problems(lost, doubled, changed, wrong)
 
     def _check_batch(self, work: Work) -> None:
         batch = Batches(self.connection).get(work.batch_id)
@@ -341,8 +352,24 @@ class Rig:
         assert counts == (work.num_lines, work.num_lines, 0, 0)
         done: Any = self.connection.xrange(keys.batch_done(work.batch_id))
         assert sorted(int(fields[b"l"]) for _, fields in done) == list(range(1, batch.total + 1))
-        answers = list(work.texts.values())[: work.num_lines]
-        assert batch.completion_tokens == sum(map(len, answers))
+        answers = dict(list(work.texts.items())[: work.num_lines])
+        assert batch.completion_tokens == sum(map(len, answers.values()))
+        if work.has_streams:
+            for job_id, text in answers.items():
+                assert self._streamed(job_id) == text
+
+    def _streamed(self, job_id: str) -> str:
+        """Return the text that the entries of a job's stream make, without help from its result."""
+        entries: Any = self.connection.xrange(keys.stream(job_id))
+        *texts, (_, last) = entries
+        attempt, tokens = 0, b""
+        for _, fields in texts:
+            if int(fields[b"a"]) > attempt:
+                attempt, tokens = int(fields[b"a"]), b""
+            assert (int(fields[b"a"]), int(fields[b"i"])) == (attempt, len(tokens))
+            tokens += fields[b"t"]
+        assert last[b"e"] == b"done"
+        return tokens.decode()
 
     def _leftovers(self) -> list[str]:
         """Return keys that say that something still runs."""
@@ -353,29 +380,46 @@ class Rig:
             found += matching
         return [key.decode() for key in found]
 
-    def _report(self, fault: str, problems: _Problems, takeover_seconds: float | None) -> None:
-        if self._report_path is None:
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Jobs that break a promise, by id."""
+
+    lost: Sequence[str]
+    doubled: Sequence[str]
+    changed: Sequence[str]
+    wrong: Sequence[str]
+
+    def check(self) -> None:
+        """Fail if there is any."""
+        assert not self.lost, f"without a result: {self.lost}"
+        assert not self.doubled, f"with more than one result: {self.doubled}"
+        assert not self.changed, f"with a result that changed: {self.changed}"
+        assert not self.wrong, f"with a wrong answer: {self.wrong}"
+
+
+class Report:
+    """The file that says what became of each test; None writes none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def add(
+        self, fault: str, *, jobs: int, problems: Problems, takeover_seconds: float | None = None
+    ) -> None:
+        """Add a line."""
+        if self._path is None:
             return
         line = {
             "fault": fault,
-            "jobs": len(self._all_texts()),
+            "jobs": jobs,
             "lost": len(problems.lost),
-            "doubled": len(problems.doubled) + len(problems.changed),
+            "doubled": len({*problems.doubled, *problems.changed}),
             "wrong": len(problems.wrong),
-            "takeover_seconds": takeover_seconds and round(takeover_seconds, 2),
+            "takeover_seconds": takeover_seconds,
         }
-        with self._report_path.open("a") as report:
+        with self._path.open("a") as report:
             report.write(json.dumps(line) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class _Problems:
-    """Ids of jobs that break a promise."""
-
-    lost: list[str]
-    doubled: list[str]
-    changed: list[str]
-    wrong: list[str]
 
 
 class _Watcher:

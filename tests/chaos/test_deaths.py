@@ -16,6 +16,7 @@ from tests.harness import eventually
 pytestmark = pytest.mark.timeout(120)
 
 _SLOW_POINTS = [
+    pytest.param(Point.AFTER_CLAIM, 2, marks=pytest.mark.slow),
     pytest.param(Point.MID_PREFILL, 2, marks=pytest.mark.slow),
     pytest.param(Point.MID_PUBLISH, 4, marks=pytest.mark.slow),
     pytest.param(Point.BEFORE_FINISH, 2, marks=pytest.mark.slow),
@@ -25,7 +26,6 @@ _SLOW_POINTS = [
 @pytest.mark.parametrize(
     ("point", "nth"),
     [
-        (Point.AFTER_CLAIM, 2),
         (Point.MID_DECODE, 90),
         (Point.AFTER_FINISH, 2),
         *_SLOW_POINTS,
@@ -34,16 +34,17 @@ _SLOW_POINTS = [
 def test_a_child_that_dies_at_any_point_loses_and_doubles_nothing(
     rig: Rig, point: Point, nth: int
 ) -> None:
-    rig.submit(28)
-    worker = rig.start_worker("a", slots=16, claim_ahead=0, command=rig.child(die_at=point, nth=nth))
+    rig.submit(28, stream=True)
+    worker = rig.start_worker(
+        "a", slots=16, claim_ahead=0, command=rig.child(die_at=point, nth=nth)
+    )
     killed_at = rig.wait_for_death()
     rig.settle(f"kill -9 of a worker, {point.replace('_', ' ')}", killed_at=killed_at)
     assert worker.num_starts == 2
 
 
-@pytest.mark.parametrize(
-    "point", [Point.BEFORE_REAP, pytest.param(Point.AFTER_REAP, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [Point.BEFORE_REAP, Point.AFTER_REAP])
 def test_a_worker_that_dies_while_it_reaps_leaves_the_reaping_to_the_next(
     rig: Rig, point: Point
 ) -> None:
@@ -92,7 +93,7 @@ def test_what_a_dead_machine_held_is_taken_over_when_its_leases_end(rig: Rig) ->
 
 @pytest.mark.slow
 def test_one_of_two_workers_may_die_again_and_again(rig: Rig) -> None:
-    work = rig.submit(60, num_tokens=150)
+    work = rig.submit(60, num_tokens=150, stream=True)
     killed = rig.start_worker("a", slots=8)
     rig.start_worker("b", slots=8, command=rig.child(step_seconds=0.02))
     for times in range(1, 4):
@@ -105,6 +106,7 @@ def test_one_of_two_workers_may_die_again_and_again(rig: Rig) -> None:
     assert max(rig.attempts(work)) > 1
 
 
+@pytest.mark.slow
 def test_a_name_belongs_to_one_worker_until_that_one_is_dead(rig: Rig) -> None:
     work = rig.submit(8, num_tokens=250)
     first = rig.start_process("twin")

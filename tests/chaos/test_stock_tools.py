@@ -8,10 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rq.job import Job
+from rq.registry import StartedJobRegistry
 
-from tests.chaos.rig import Rig, wait_seconds
+from queue_service import keys
+from queue_service.rqcompat import SafeJob
+from tests.chaos.rig import LEASE_SECONDS, QUEUE, Rig, wait_seconds
+from tests.harness import eventually
 
 _RQ = Path(sys.executable).with_name("rq")
 _SAFE = {
@@ -66,4 +72,55 @@ def test_rq_info_may_reap_while_a_worker_is_killed(
     )
     assert [loop.poll() for loop in loops] == [None] * 3
     assert held == set(work.texts)
-    assert {rig.field(job_id, "meta")[:9] for job_id in work.texts} <= {'{"batch":', ""}
+
+
+@pytest.mark.parametrize("job_class", [SafeJob, pytest.param(Job, marks=pytest.mark.slow)])
+def test_a_tool_that_saw_jobs_run_and_not_end_does_not_run_them_again(
+    rig: Rig, job_class: type[Job]
+) -> None:
+    work = rig.submit(12, num_plain=0, num_tokens=200)
+    first = rig.start_process("a")
+    rig.wait_for_holding("a", 12)
+    first.kill(rig.child_pid("a"))
+    killed_at = time.time()
+    wait_seconds(LEASE_SECONDS + 1)
+    looked_at: list[str] = []
+
+    def look_away_for_long(job: Job, *_: Any) -> None:
+        looked_at.append(job.id)
+        if len(looked_at) == len(work.texts):
+            rig.start_worker("b", command=rig.child(step_seconds=0))
+            for job_id in work.texts:
+                eventually(
+                    lambda job_id=job_id: rig.field(job_id, "status") == "finished",
+                    "the job ends elsewhere",
+                )
+
+    registry = StartedJobRegistry(QUEUE, connection=rig.connection, job_class=job_class)
+    registry.cleanup(exception_handlers=[look_away_for_long])
+    assert sorted(looked_at) == sorted(work.texts)
+    rig.settle("a tool puts jobs back that have ended meanwhile", killed_at=killed_at)
+    assert rig.attempts(work) == [2] * 12
+
+
+def test_a_job_that_tools_put_back_twice_is_held_once(rig: Rig) -> None:
+    work = rig.submit(12, num_plain=0, num_tokens=500)
+    first = rig.start_process("a")
+    rig.wait_for_holding("a", 12)
+    first.kill(rig.child_pid("a"))
+    killed_at = time.time()
+    wait_seconds(LEASE_SECONDS + 1)
+    registry = StartedJobRegistry(QUEUE, connection=rig.connection, job_class=SafeJob)
+    looked_at: list[str] = []
+
+    def let_another_tool_be_first(job: Job, *_: Any) -> None:
+        looked_at.append(job.id)
+        if len(looked_at) == len(work.texts):
+            registry.cleanup()
+            rig.start_worker("b", slots=32)
+            eventually(lambda: rig.attempts(work) == [2] * 12, "every job runs again")
+
+    registry.cleanup(exception_handlers=[let_another_tool_be_first])
+    eventually(lambda: rig.attempts(work) == [3] * 12, "every job is claimed once more")
+    assert rig.connection.zcard(keys.rq_started(QUEUE)) == 12
+    rig.settle("two tools put the same jobs back", killed_at=killed_at)

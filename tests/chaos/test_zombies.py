@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
+from queue_service.batches import Batches, Status
+from queue_service.sweeper import Sweeper
 from tests.chaos.rig import LEASE_SECONDS, Rig, paused, wait_seconds
 from tests.harness import eventually
 
@@ -43,7 +46,7 @@ def test_a_worker_whose_clock_is_wrong_takes_nothing_from_others_and_keeps_its_o
     rig: Rig, wrong_by: int
 ) -> None:
     work = rig.submit(12, num_tokens=400)
-    options = {"slots": 8, "claim_ahead": 0}
+    options: dict[str, Any] = {"slots": 8, "claim_ahead": 0}
     rig.start_worker("right", **options)
     rig.wait_for_holding("right", 8)
     rig.start_worker("wrong", command=rig.child(clock_wrong_by_seconds=wrong_by), **options)
@@ -52,3 +55,14 @@ def test_a_worker_whose_clock_is_wrong_takes_nothing_from_others_and_keeps_its_o
     rig.settle(f"a worker's clock wrong by {wrong_by / 3600:+g} h")
     assert rig.attempts(work) == [1] * 16
     assert rig.answered_by(work) == {"right", "wrong"}
+
+
+def test_a_clock_that_is_ahead_expires_no_batch(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = rig.submit(4, num_plain=0, expires_in_seconds=1800)
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 3600)
+    Sweeper(rig.connection).sweep_now()
+    monkeypatch.undo()
+    assert Batches(rig.connection).get(work.batch_id).status is Status.IN_PROGRESS
+    rig.start_worker("a", command=rig.child(step_seconds=0))
+    rig.settle("a clock that is ahead of a batch's expiry")

@@ -427,3 +427,31 @@ def test_a_job_whose_outcome_cannot_be_written_does_not_hold_up_the_others(
     first, second, third = broker.finish([(claimed, ANSWER) for claimed in running])
     assert (first, third) == ("ok", "ok")
     assert second == "lost"
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_release_ends_the_stream_of_a_job_that_stock_rq_ended(
+    redis: Redis, broker: Broker, is_deleted: bool
+) -> None:
+    job = enqueue_chat(redis, "x", NORMAL)
+    [claimed] = claim(broker)
+    publish(broker, claimed, 1, "text")
+    if is_deleted:
+        job.delete()
+    else:
+        job.cancel()
+    for _ in range(2):
+        broker.release(claimed)
+    assert [b"e" in fields for fields in stream_fields(redis, job.id)] == [False, True]
+
+
+def test_a_release_leaves_the_stream_of_a_job_that_goes_on_elsewhere(
+    redis: Redis, broker: Broker
+) -> None:
+    job = enqueue_chat(redis, "x", NORMAL)
+    [claimed] = claim(broker)
+    publish(broker, claimed, 1, "text")
+    end_lease(redis, claimed)
+    broker.reap()
+    broker.release(claimed)
+    assert [b"e" in fields for fields in stream_fields(redis, job.id)] == [False]

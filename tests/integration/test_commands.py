@@ -42,6 +42,7 @@ from tests.cli_helpers import (
 STEP_SECONDS = 0.01
 NOWHERE = "unix:///nowhere/at-all.sock"
 Qsvc = Callable[..., subprocess.CompletedProcess[str]]
+InProcess = Callable[..., tuple[int, str, str]]
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,7 @@ def qsvc(service: Service, monkeypatch: pytest.MonkeyPatch) -> Qsvc:
 
 
 @pytest.fixture
-def in_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InProcess:
     """Run a command without a process of its own; return exit code, stdout and stderr."""
 
     def run(*args: str | Path) -> tuple[int, str, str]:
@@ -103,9 +102,6 @@ def in_process(
         return caught.value.code, output.out, output.err
 
     return run
-
-
-InProcess = Callable[..., tuple[int, str, str]]
 
 
 def submit(qsvc: Qsvc, path: Path, *options: str) -> str:
@@ -137,11 +133,19 @@ def test_a_file_goes_from_submit_to_results(qsvc: Qsvc, tmp_path: Path) -> None:
     assert shown["request_counts"]["completed"] == 30
 
 
-def test_a_fresh_run_or_another_key_is_another_batch(qsvc: Qsvc, tmp_path: Path) -> None:
+def test_a_fresh_run_or_another_key_is_another_batch(
+    qsvc: Qsvc, in_process: InProcess, tmp_path: Path
+) -> None:
     path = write_lines(tmp_path / "in.jsonl", chat_lines(1))
-    ids = [submit(qsvc, path, *options) for options in ([], ["--new"], ["--key", "k"])]
+
+    def batch_id(*options: str) -> str:
+        code, out, _ = in_process("submit", path, "--model", "fake", *options)
+        assert code == 0
+        return out
+
+    ids = [batch_id(*options) for options in ([], ["--new"], ["--key", "k"])]
     assert len(set(ids)) == 3
-    assert submit(qsvc, path, "--key", "k") == ids[2]
+    assert batch_id("--key", "k") == ids[2]
 
 
 def test_standard_input_and_compressed_files_are_the_same_batch(qsvc: Qsvc, tmp_path: Path) -> None:
@@ -190,32 +194,32 @@ def test_a_strict_submit_of_a_bad_file_ends_with_code_2_and_queues_nothing(
 
 
 def test_results_of_a_batch_that_runs_can_be_taken_and_completed_later(
-    service: Service, qsvc: Qsvc, tmp_path: Path
+    service: Service, qsvc: Qsvc, in_process: InProcess, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
     # Served by nobody but this test.
     path = write_lines(tmp_path / "in.jsonl", chat_lines(4))
-    done = qsvc("submit", path, "--alias", "by-hand")
-    assert "no worker serves qsvc:by-hand" in done.stderr
-    batch_id = done.stdout.strip()
+    _, said, hint = in_process("submit", path, "--alias", "by-hand")
+    assert "no worker serves qsvc:by-hand" in hint
+    command = ("results", said.strip(), "-o", out)
     worker = HandWorker(service.redis, "qsvc:by-hand")
     worker.answer(*worker.claim(2))
-    done = qsvc("results", batch_id, "-o", out)
-    assert done.returncode == 0
-    assert "2 of 4 lines" in done.stderr
-    assert "--follow" in done.stderr
+    code, _, said = in_process(*command)
+    assert code == 0
+    assert "2 of 4 lines" in said
+    assert "--follow" in said
     head = out.read_bytes()
     worker.answer_all()
-    assert qsvc("results", batch_id, "-o", out).returncode == 0
+    assert in_process(*command)[0] == 0
     assert out.read_bytes().startswith(head)
     assert len(read_output(out)) == 4
 
     out.write_text("something else\n")
-    done = qsvc("results", batch_id, "-o", out)
-    assert done.returncode == 2
-    assert "--overwrite" in done.stderr
+    code, _, said = in_process(*command)
+    assert code == 2
+    assert "--overwrite" in said
     assert out.read_text() == "something else\n"
-    assert qsvc("results", batch_id, "-o", out, "--overwrite").returncode == 0
+    assert in_process(*command, "--overwrite")[0] == 0
     assert len(read_output(out)) == 4
 
 
@@ -282,7 +286,7 @@ def test_tail_of_a_job_that_failed_says_why(
 
 
 def test_cancel_ends_queued_and_running_lines_and_keeps_finished_ones(
-    service: Service, qsvc: Qsvc, tmp_path: Path
+    service: Service, qsvc: Qsvc, in_process: InProcess, tmp_path: Path
 ) -> None:
     # Two that end at once, then more long ones than the worker takes.
     lines = [*chat_lines(2, max_tokens=1), *(chat_line(f"l{i}", "x" * 900) for i in range(20))]
@@ -310,9 +314,9 @@ def test_cancel_ends_queued_and_running_lines_and_keeps_finished_ones(
     assert [content_of(line) for line in lines[:2]] == ["p", "p"]
     assert {line["error"]["code"] for line in lines[2:]} == {"batch_cancelled"}
     assert [line["response"] for line in lines[2:]] == [None] * 20
-    assert qsvc("tail", f"{batch_id}-5").returncode == 1
+    assert in_process("tail", f"{batch_id}-5")[0] == 1
 
-    assert qsvc("cancel", batch_id).stdout == "0 lines cancelled\n"
+    assert in_process("cancel", batch_id)[1] == "0 lines cancelled\n"
     assert batches.get(batch_id) == batch
 
 
@@ -338,10 +342,10 @@ def test_cancel_of_a_job_says_whether_it_came_in_time(
 
 
 def test_a_burst_worker_ends_when_the_queue_is_empty(
-    service: Service, qsvc: Qsvc, tmp_path: Path
+    service: Service, qsvc: Qsvc, in_process: InProcess, tmp_path: Path
 ) -> None:
     path = write_lines(tmp_path / "in.jsonl", chat_lines(50))
-    batch_id = qsvc("submit", path, "--alias", "burst").stdout.strip()
+    batch_id = in_process("submit", path, "--alias", "burst")[1].strip()
     done = qsvc("worker", "--model", "m", "--alias", "burst", "--burst", program=FAKE_QSVC)
     assert done.returncode == 0, done.stderr
     assert "queues qsvc:burst:high, qsvc:burst, qsvc:burst:low" in done.stderr
@@ -499,12 +503,13 @@ def test_every_command_explains_itself(in_process: InProcess) -> None:
 def test_output_that_nobody_reads_any_more_ends_the_command_quietly(
     service: Service, qsvc: Qsvc, tmp_path: Path
 ) -> None:
-    text = "x" * 200
-    batch_id = submit(qsvc, write_lines(tmp_path / "in.jsonl", [chat_line("c1", text)]))
+    path = write_lines(tmp_path / "in.jsonl", [chat_line("c1", "x" * 900)])
+    batch_id = submit(qsvc, path, "--stream")
     with start_qsvc("tail", f"{batch_id}-1", program=QSVC) as tail:
         assert tail.stdout is not None
         assert tail.stderr is not None
         assert tail.stdout.read(1) == "x"
         tail.stdout.close()
         assert tail.stderr.read() == ""
+    Batches(service.redis).cancel(batch_id)
     assert tail.returncode == 1

@@ -191,6 +191,74 @@ def test_unordered_results_come_as_they_end_and_go_on_after_a_restart(
     assert custom_ids_of(read_output(path)) == ["", "c3", "c1", "c4", "c2"]
 
 
+@pytest.mark.parametrize("unordered", [False, True])
+def test_a_line_that_was_run_again_replaces_its_failure_in_a_file_written_before(
+    redis: Redis, tmp_path: Path, unordered: bool
+) -> None:
+    path = tmp_path / "out.jsonl"
+    batch_id = submit(redis, tmp_path, ["{", *chat_lines(4)])
+    worker = HandWorker(redis, QUEUE)
+    first, second, third, fourth = worker.claim()
+    worker.answer(first)
+    worker.fail(second)
+    worker.answer(third, fourth)
+    assert write_ended(redis, batch_id, path, unordered=unordered) == 5
+    assert Batches(redis).retry_failed(batch_id) == 1
+    # The line runs: it and, in the order of the input, all behind it wait for its new end.
+    [again] = worker.claim()
+    assert write_ended(redis, batch_id, path, unordered=unordered) == (4 if unordered else 2)
+    worker.answer(again, text="better now")
+    assert write_ended(redis, batch_id, path, unordered=unordered) == 5
+    lines = read_output(path)
+    by_id = {line["custom_id"]: line for line in lines}
+    assert len(lines) == len(by_id) == 5
+    assert content_of(by_id["c2"]) == "better now"
+    assert by_id[""]["error"]["code"] == "invalid_json_line"
+    order = ["", "c1", "c3", "c4", "c2"] if unordered else ["", "c1", "c2", "c3", "c4"]
+    assert custom_ids_of(lines) == order
+
+
+def test_a_retried_line_is_written_once_into_each_of_two_files(
+    redis: Redis, tmp_path: Path
+) -> None:
+    paths = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    batch_id = submit(redis, tmp_path, chat_lines(3))
+    worker = HandWorker(redis, QUEUE)
+    worker.fail(*worker.claim())
+    write_ended(redis, batch_id, *paths)
+    assert Batches(redis).retry_jobs([f"{batch_id}-2"]) == [f"{batch_id}-2"]
+    worker.answer_all()
+    assert write_ended(redis, batch_id, *paths) == 3
+    assert custom_ids_of(read_output(paths[0])) == ["c2"]
+    assert custom_ids_of(read_output(paths[1])) == ["c1", "c3"]
+
+
+def test_a_retry_that_failed_again_leaves_the_file_as_it_is(redis: Redis, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    batch_id = submit(redis, tmp_path, chat_lines(3))
+    worker = HandWorker(redis, QUEUE)
+    worker.fail(*worker.claim())
+    write_ended(redis, batch_id, path)
+    before = path.read_bytes()
+    assert Batches(redis).retry_failed(batch_id) == 3
+    worker.fail(*worker.claim())
+    assert write_ended(redis, batch_id, path) == 3
+    assert path.read_bytes() == before
+
+
+def test_lines_of_an_expired_batch_say_so(redis: Redis, tmp_path: Path) -> None:
+    batch_id = submit(redis, tmp_path, chat_lines(2))
+    worker = HandWorker(redis, QUEUE)
+    worker.answer(*worker.claim(1))
+    assert Batches(redis).expire(batch_id) == 1
+    assert Batches(redis).get(batch_id).status is Status.EXPIRED
+    write_ended(redis, batch_id, tmp_path / "out.jsonl")
+    done, late = read_output(tmp_path / "out.jsonl")
+    assert done["error"] is None
+    assert late["response"] is None
+    assert late["error"]["code"] == "batch_expired"
+
+
 def test_errors_have_a_file_of_their_own_in_both_orders(redis: Redis, tmp_path: Path) -> None:
     batch_id = submit(redis, tmp_path, [*chat_lines(3), "{"])
     worker = HandWorker(redis, QUEUE)

@@ -19,7 +19,7 @@ from queue_service import keys
 from queue_service.batch_file import open_batch
 from queue_service.batches import Batches, Status
 from queue_service.connection import connect
-from queue_service.errors import BatchFileError
+from queue_service.errors import BatchConflict, BatchFileError
 from queue_service.local_server import LocalServer
 from queue_service.results import BatchReader
 from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
@@ -222,6 +222,25 @@ def test_another_key_or_queue_gives_another_batch(redis: Redis, tmp_path: Path) 
     assert not submit(redis, path, key="monday").is_new
 
 
+def test_a_key_stands_for_one_content_only(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(2))
+    batch = submit(redis, path, key="monday").batch
+    write_lines(path, chat_lines(3))
+    with pytest.raises(BatchConflict, match=batch.id):
+        submit(redis, path, key="monday")
+    assert len(queued(redis)) == 2
+    assert submit(redis, path, key="tuesday").is_new
+
+
+def test_a_refused_file_does_not_use_up_its_key(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [*chat_lines(2), "{"])
+    with pytest.raises(BatchFileError):
+        submit(redis, path, key="monday", strict=True)
+    with pytest.raises(BatchFileError):
+        submit(redis, write_lines(path, []), key="monday")
+    assert submit(redis, write_lines(path, chat_lines(2)), key="monday").is_new
+
+
 def test_changed_content_under_the_same_name_gives_another_batch(
     redis: Redis, tmp_path: Path
 ) -> None:
@@ -415,10 +434,15 @@ def test_a_cancel_stops_a_submit_that_still_runs(redis: Redis, tmp_path: Path) -
 
 def test_a_streaming_submit_marks_every_job(redis: Redis, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", chat_lines(2))
-    submit(redis, path)
-    submit(redis, path, key="streaming", stream=True)
-    marks = [claimed.text("qsvc_stream") for claimed in HandWorker(redis, QUEUE).claim()]
-    assert sorted(marks) == ["0", "0", "1", "1"]
+    quiet = submit(redis, path).batch.id
+    streaming = submit(redis, path, key="streaming", stream=True).batch.id
+    marks = {c.job_id: c.text("qsvc_stream") for c in HandWorker(redis, QUEUE).claim()}
+    assert marks == {
+        f"{quiet}-1": "0",
+        f"{quiet}-2": "0",
+        f"{streaming}-1": "1",
+        f"{streaming}-2": "1",
+    }
 
 
 def test_what_was_submitted_is_on_the_disk_of_a_server_with_an_append_only_file(

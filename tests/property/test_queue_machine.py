@@ -81,7 +81,13 @@ class Job:
             self.counted = outcome
             self.batch.close()
 
-    def reopen(self) -> None:
+    def retry(self) -> None:
+        self.status, self.transient, self.counted = "queued", 0, None
+        if self.batch is not None:
+            self.batch.status = Status.IN_PROGRESS
+
+    def claim(self, execution: str) -> None:
+        self.status, self.execution = "started", execution
         if self.batch is not None and self.counted is not None:
             self.counted = None
             self.batch.status = Status.IN_PROGRESS
@@ -123,7 +129,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.batch_api = Batches(redis)
         self.sweeper = Sweeper(redis)
         self.jobs: dict[str, Job] = {}
-        self.batches: list[Batch] = []
+        self.batches: dict[str, Batch] = {}
         self.claims: dict[str, list[Claimed]] = {name: [] for name in WORKERS}
         self.outdated: set[str] = set()
         self.num_names = 0
@@ -138,16 +144,13 @@ class QueueMachine(RuleBasedStateMachine):
         ]
         if bad:
             lines.insert(0, f"no line {self.num_names}")
-        feeder = self._feeder(lines)
-        batch = Batch(feeder.batch_id, lines)
-        self.batches.append(batch)
-        self._feed(batch, feeder, only_two=part)
+        self._submit(lines, only_two=part)
 
-    @precondition(lambda self: any(not b.is_submitted for b in self.batches))
-    @rule()
-    def submit_the_rest(self) -> None:
-        batch = next(b for b in self.batches if not b.is_submitted)
-        self._feed(batch, self._feeder(batch.lines), only_two=False)
+    @precondition(lambda self: self.batches)
+    @rule(pick=picks)
+    def submit_again(self, pick: int) -> None:
+        known = list(self.batches.values())
+        self._submit(known[pick % len(known)].lines, only_two=False)
 
     @rule(retries=st.none() | st.just(1))
     def enqueue_a_plain_job(self, retries: int | None) -> None:
@@ -289,8 +292,7 @@ class QueueMachine(RuleBasedStateMachine):
     def retry(self, pick: int) -> None:
         for job in self._pick(pick, "failed", "stopped", "canceled"):
             assert self.batch_api.retry_jobs([job.id]) == [job.id]
-            job.status, job.transient = "queued", 0
-            job.reopen()
+            job.retry()
 
     @rule(pick=picks)
     def retry_a_batch(self, pick: int) -> None:
@@ -300,8 +302,7 @@ class QueueMachine(RuleBasedStateMachine):
         again = [j for j in batch.jobs if j.status in ("failed", "stopped", "canceled")]
         assert self.batch_api.retry_failed(batch.id) == len(again)
         for job in again:
-            job.status, job.transient = "queued", 0
-            job.reopen()
+            job.retry()
 
     @rule(pick=picks)
     def purge(self, pick: int) -> None:
@@ -349,7 +350,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def batches_count_what_the_model_counts(self) -> None:
-        for batch in self.batches:
+        for batch in self.batches.values():
             if batch.is_gone:
                 continue
             shown = self.batch_api.get(batch.id)
@@ -367,9 +368,9 @@ class QueueMachine(RuleBasedStateMachine):
             for _ in claimed:
                 self._end("w1", len(self.claims["w1"]) - 1, _outcome(Ending.FINISHED, "last"))
                 self.claims["w1"].pop()
-        for batch in self.batches:
-            if not batch.is_submitted and not batch.is_gone:
-                self._feed(batch, self._feeder(batch.lines), only_two=False)
+        for batch in list(self.batches.values()):
+            if not batch.is_gone:
+                self._submit(batch.lines, only_two=False)
         while claimed := self._claim("w2", 5):
             for _ in claimed:
                 self._end("w2", len(self.claims["w2"]) - 1, _outcome(Ending.FINISHED, "last"))
@@ -377,7 +378,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._sweep()
         self.jobs_are_in_the_one_state_that_the_model_says()
         self.batches_count_what_the_model_counts()
-        for batch in self.batches:
+        for batch in self.batches.values():
             if not batch.is_gone:
                 assert batch.status.is_final, batch.id
                 refs = list(self.batch_api.all_lines(batch.id))
@@ -398,10 +399,14 @@ class QueueMachine(RuleBasedStateMachine):
         )
         return Feeder(self.redis, BatchFile(io.BytesIO(text.encode()), "machine"), options)
 
-    def _feed(self, batch: Batch, feeder: Feeder, *, only_two: bool) -> None:
-        """Feed the file; a feeder that is stopped at once has sent two lines by then."""
+    def _submit(self, lines: list[dict[str, Any] | str], *, only_two: bool) -> None:
+        """Feed a file; a feeder that is stopped at once has sent two lines by then."""
+        feeder = self._feeder(lines)
+        batch = self.batches.get(feeder.batch_id)
+        if batch is None or batch.is_gone:
+            batch = self.batches[feeder.batch_id] = Batch(feeder.batch_id, lines)
         feeder.feed(self.redis, should_stop=lambda: only_two)
-        if batch.is_gone or batch.is_submitted or batch.status is not Status.IN_PROGRESS:
+        if batch.is_submitted or batch.status is not Status.IN_PROGRESS:
             return
         end = min(2, len(batch.lines)) if only_two else len(batch.lines)
         for number in range(len(batch.jobs) + 1, end + 1):
@@ -418,8 +423,7 @@ class QueueMachine(RuleBasedStateMachine):
         for one in claimed:
             job = self.jobs[one.job_id]
             assert job.status == "queued"
-            job.status, job.execution = "started", one.execution_id
-            job.reopen()
+            job.claim(one.execution_id)
         self.claims[worker] += claimed
         return claimed
 
@@ -452,7 +456,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Two looks: the first only sees which batches do not come on."""
         self.sweeper.sweep_now()
         self.sweeper.sweep_now()
-        for batch in self.batches:
+        for batch in self.batches.values():
             if batch.is_gone or batch.status.is_final:
                 continue
             for job in batch.jobs:
@@ -492,7 +496,7 @@ class QueueMachine(RuleBasedStateMachine):
         return [jobs[pick % len(jobs)]] if jobs else []
 
     def _pick_batch(self, pick: int) -> Batch | None:
-        batches = [batch for batch in self.batches if not batch.is_gone]
+        batches = [batch for batch in self.batches.values() if not batch.is_gone]
         return batches[pick % len(batches)] if batches else None
 
     def _fetch(self, job: Job) -> SafeJob:

@@ -223,6 +223,30 @@ def test_results_of_a_batch_that_runs_can_be_taken_and_completed_later(
     assert len(read_output(out)) == 4
 
 
+def test_a_submit_killed_half_way_is_completed_by_the_next(
+    service: Service, qsvc: Qsvc, in_process: InProcess, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(6000))
+    batches = Batches(service.redis)
+    known = service.redis.zcard(keys.batches())
+    with start_qsvc("submit", path, "--alias", "killed", program=QSVC) as process:
+        wait_until(lambda: service.redis.zcard(keys.batches()) > known, "a batch")
+        [batch] = batches.newest(1)
+        wait_until(lambda: batches.get(batch.id).total >= 400, "400 lines")
+        process.kill()
+    half = batches.get(batch.id)
+    assert 400 <= half.total < 6000
+    assert "submit still runs or was interrupted" in in_process("status", batch.id)[1]
+    code, out, _ = in_process("submit", path, "--alias", "killed")
+    assert (code, out) == (0, f"{batch.id}\n")
+    whole = batches.get(batch.id)
+    assert whole.is_submitted
+    assert whole.total == 6000
+    worker = HandWorker(service.redis, "qsvc:killed")
+    claims = [claimed.job_id for page in iter(worker.claim, []) for claimed in page]
+    assert claims == [f"{batch.id}-{line}" for line in range(1, 6001)]
+
+
 def test_status_shows_batches_and_jobs_to_people_and_programs(
     service: Service, qsvc: Qsvc, in_process: InProcess, tmp_path: Path
 ) -> None:

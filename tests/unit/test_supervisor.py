@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from queue_service.errors import ConfigurationError, ModelUnavailable
+from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from tests.harness import SupervisedWorker, eventually, supervised_worker, worker_settings
 from workers.child_settings import ChildSettings
 from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED
@@ -73,14 +73,18 @@ if not pathlib.Path({str(died)!r}).exists():
     assert supervised.num_starts == 2
 
 
+@pytest.mark.parametrize("kind", [ModelUnavailable, ConfigurationError])
 def test_a_child_that_cannot_work_with_its_settings_ends_the_supervisor(
-    settings: ChildSettings,
+    settings: ChildSettings, kind: type[QsvcError]
 ) -> None:
-    program = f'report("fatal", message="no such model"); sys.exit({EXIT_CONFIGURATION})'
+    program = f"""
+report("fatal", message="no such thing", kind={kind.__name__!r})
+sys.exit({EXIT_CONFIGURATION})
+"""
     with supervised_worker(settings, command=child(program)) as supervised:
         supervised.join()
-    assert isinstance(supervised.failure, ModelUnavailable)
-    assert str(supervised.failure) == "no such model"
+    assert type(supervised.failure) is kind
+    assert str(supervised.failure) == "no such thing"
 
 
 def test_stopping_lets_the_child_end_in_good_order(settings: ChildSettings) -> None:

@@ -111,6 +111,27 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """An execution that ended and whose job has callbacks, dependents or a slot to see to."""
+
+    queue: str
+    job_id: str
+    execution_id: str
+    ending: Ending
+
+    @property
+    def member(self) -> str:
+        """How the server remembers it."""
+        return f"{self.job_id}:{self.execution_id}:{self.ending.value}"
+
+    @classmethod
+    def from_member(cls, queue: str, member: str) -> Ended:
+        """Read what the server remembers."""
+        job_id, execution_id, ending = member.split(":")
+        return cls(queue, job_id, execution_id, Ending(ending))
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """What a heartbeat said.
 
@@ -401,24 +422,36 @@ class Broker:
 
     def run_alone(self, claimed: Claimed) -> None:
         """Note that a suspect is about to run with no neighbour: its next death is its own."""
-        self._connection.hset(keys.rq_job(claimed.job_id), "qsvc_alone", "1")
+        self._mark(claimed.job_id, "qsvc_alone", "1")
 
-    def due_aftercare(self) -> list[tuple[str, str]]:
-        """Return ended jobs, as (queue, job id), whose aftercare another worker did not finish.
+    def note_callback_error(self, job_id: str, problem: str) -> None:
+        """Note on a job, if it is still there, what went wrong with its callback."""
+        self._mark(job_id, "qsvc_callback_error", problem)
+
+    def _mark(self, job_id: str, field: str, value: str) -> None:
+        self._scripts.call("mark", [keys.rq_job(job_id)], [field, value])
+
+    def due_aftercare(self) -> list[Ended]:
+        """Return executions whose aftercare another worker did not finish.
 
         Each is ours for a while: it is due again later unless ``cared_for`` is told.
         """
         calls = [([keys.aftercare(queue)], [_AFTERCARE_SECONDS]) for queue in self._queues]
         replies = self._scripts.call_many("due", calls)
         return [
-            (queue, job_id.decode())
-            for queue, ids in zip(self._queues, replies, strict=True)
-            for job_id in ids
+            Ended.from_member(queue, member.decode())
+            for queue, members in zip(self._queues, replies, strict=True)
+            for member in members
         ]
 
-    def cared_for(self, queue: str, job_id: str) -> None:
-        """Forget the aftercare of a job; it is done."""
-        self._connection.zrem(keys.aftercare(queue), job_id)
+    def put_off_aftercare(self, ended: Ended, seconds: int) -> None:
+        """Keep an aftercare that takes so many seconds more to ourselves."""
+        due = self._connection.time()[0] + seconds + _AFTERCARE_SECONDS
+        self._connection.zadd(keys.aftercare(ended.queue), {ended.member: due}, xx=True)
+
+    def cared_for(self, ended: Ended) -> None:
+        """Forget an aftercare; it is done."""
+        self._connection.zrem(keys.aftercare(ended.queue), ended.member)
 
     def forget_expired(self) -> None:
         """Drop from the registries of ended jobs those that have expired by the server's clock."""

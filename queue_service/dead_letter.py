@@ -13,8 +13,7 @@ from queue_service import keys
 from queue_service.batches import Batches
 from queue_service.errors import JobNotFound
 from queue_service.results import read_job
-
-_PAGE = 200
+from queue_service.scripts import Scripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,7 @@ class DeadLetter:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._batches = Batches(connection)
+        self._scripts = Scripts(connection)
 
     def entries(self, *, queue: str | None = None, code: str | None = None) -> Iterator[DeadJob]:
         """Yield the failed jobs, those that failed first first."""
@@ -97,20 +97,8 @@ class DeadLetter:
                 entry = self.entry(job_id)
             except JobNotFound:
                 continue
-            with self._connection.pipeline(transaction=True) as pipeline:
-                if entry.batch_id is not None:
-                    pipeline.hset(
-                        keys.batch_errors(entry.batch_id), str(entry.line), self._error(entry)
-                    )
-                pipeline.zrem(keys.rq_failed(entry.queue), job_id)
-                pipeline.delete(
-                    keys.rq_job(job_id),
-                    keys.rq_results(job_id),
-                    keys.stream(job_id),
-                    f"{keys.RQ}:executions:{job_id}",
-                )
-                pipeline.execute()
-            count += 1
+            error = "" if entry.batch_id is None else self._error(entry)
+            count += self._scripts.call("purge", [], [job_id, error])
         return count
 
     def _error(self, entry: DeadJob) -> str:

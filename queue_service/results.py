@@ -18,7 +18,17 @@ from queue_service.payload import decode_value, inflate_text
 from queue_service.responses import failure_line, success_line, unanswered_line
 
 # A job that may still change; every other status is an end.
-_OPEN_STATUSES = frozenset({b"created", b"queued", b"started", b"deferred", b"scheduled", b"ready"})
+_OPEN_STATUSES = frozenset(
+    {
+        b"created",
+        b"queued",
+        b"started",
+        b"deferred",
+        b"scheduled",
+        b"rate_limited",
+        b"ready_to_enqueue",
+    }
+)
 _MAX_ERROR_TEXT_BYTES = 1_000_000
 
 
@@ -59,6 +69,20 @@ def read_job(connection: Redis, job_id: str) -> JobResult:
     if status not in _OPEN_STATUSES and entries:
         body, error = _answer(entries[0][1])
     return JobResult(job_id, status.decode(), body, error)
+
+
+def read_execution(
+    connection: Redis, job_id: str, execution_id: str
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Return the body or the error that one execution ended with; None twice when it is gone.
+
+    Other than ``read_job`` also when the job has been queued again since.
+    """
+    entries: Any = connection.xrevrange(keys.rq_results(job_id))
+    for _, entry in entries:
+        if entry.get(b"execution_id") == execution_id.encode():
+            return _answer(entry)
+    return None, None
 
 
 class BatchReader:

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from redis import Redis, RedisError
 from rq.exceptions import NoSuchJobError
-from rq.job import Job
+from rq.job import Job, JobStatus
 from rq.rate_limit import release_slot
 
-from queue_service.broker import Broker
+from queue_service.broker import Broker, Ended, Ending
 from queue_service.rqcompat import SafeJob, SafeQueue
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _LONGEST_CALLBACK_SECONDS = 3600
 
 
 class Aftercare:
-    """Sees to ended jobs on a few threads, so that a slow callback holds nothing up.
+    """Sees to ended executions on a few threads, so that a slow callback holds nothing up.
 
     Args:
         allowed: names of the callbacks that may run, from this worker's own settings.
@@ -52,56 +52,59 @@ class Aftercare:
         self._redis_url = redis_url
         self._command = command
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="aftercare")
-        self._busy: set[str] = set()
+        self._busy: set[Ended] = set()
         self._lock = threading.Lock()
 
     @property
     def is_busy(self) -> bool:
-        """Whether some job is being seen to."""
+        """Whether some execution is being seen to."""
         with self._lock:
             return bool(self._busy)
 
-    def see_to(self, queue: str, job_id: str) -> None:
-        """Begin a job's aftercare, unless it is going on here already; returns at once."""
+    def see_to(self, ended: Ended) -> None:
+        """Begin an execution's aftercare, unless it is going on here; returns at once."""
         with self._lock:
-            if job_id in self._busy:
+            if ended in self._busy:
                 return
-            self._busy.add(job_id)
-        self._pool.submit(self._run, queue, job_id)
+            self._busy.add(ended)
+        self._pool.submit(self._run, ended)
 
     def stop(self) -> None:
         """Wait for what runs; what has not begun stays due for another worker."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, queue: str, job_id: str) -> None:
+    def _run(self, ended: Ended) -> None:
         try:
-            self._see_to_one(job_id)
-            self._broker.cared_for(queue, job_id)
+            self._see_to_one(ended)
+            self._broker.cared_for(ended)
         except RedisError as error:
-            logger.warning("aftercare put off job=%s (%s)", job_id, error)
+            logger.warning("aftercare put off job=%s (%s)", ended.job_id, error)
         except Exception:  # the top of one job's aftercare; it is due again later
-            logger.exception("aftercare failed job=%s", job_id)
+            logger.exception("aftercare failed job=%s", ended.job_id)
         finally:
             with self._lock:
-                self._busy.discard(job_id)
+                self._busy.discard(ended)
 
-    def _see_to_one(self, job_id: str) -> None:
+    def _see_to_one(self, ended: Ended) -> None:
         try:
-            job = SafeJob.fetch(job_id, connection=self._connection)
+            job = SafeJob.fetch(ended.job_id, connection=self._connection)
         except NoSuchJobError:
             return
-        status = str(job.get_status(refresh=False).value)
-        self._run_callback(job, status)
-        SafeQueue(job.origin, connection=self._connection).enqueue_dependents(job)
+        self._run_callback(job, ended)
         release_slot(job)
+        # It may be queued again by now (a repeat); its dependents ask how this execution ended.
+        job._status = JobStatus(ended.ending.value)
+        SafeQueue(job.origin, connection=self._connection).enqueue_dependents(
+            job, refresh_job_status=False
+        )
 
-    def _run_callback(self, job: Job, status: str) -> None:
-        callbacks: dict[str, tuple[str | None, Callable[[], int]]] = {
-            "finished": (job._success_callback_name, lambda: job.success_callback_timeout),
-            "failed": (job._failure_callback_name, lambda: job.failure_callback_timeout),
-            "stopped": (job._stopped_callback_name, lambda: job.stopped_callback_timeout),
+    def _run_callback(self, job: Job, ended: Ended) -> None:
+        callbacks: dict[Ending, tuple[str | None, Callable[[], int]]] = {
+            Ending.FINISHED: (job._success_callback_name, lambda: job.success_callback_timeout),
+            Ending.FAILED: (job._failure_callback_name, lambda: job.failure_callback_timeout),
+            Ending.STOPPED: (job._stopped_callback_name, lambda: job.stopped_callback_timeout),
         }
-        name, timeout = callbacks.get(status, (None, lambda: 0))
+        name, timeout = callbacks[ended.ending]
         if not name:
             return
         if name not in self._allowed:
@@ -113,9 +116,11 @@ class Aftercare:
         request = {
             "redis_url": self._redis_url,
             "job_id": job.id,
-            "kind": status,
+            "execution_id": ended.execution_id,
+            "ending": ended.ending.value,
             "name": allowed_name,
         }
+        self._broker.put_off_aftercare(ended, seconds)
         try:
             done = subprocess.run(
                 self._command,
@@ -130,4 +135,4 @@ class Aftercare:
             problem = f"it ran longer than {seconds} seconds"
         if problem:
             logger.error("callback failed job=%s callback=%s: %s", job.id, allowed_name, problem)
-            self._connection.hset(job.key, "qsvc_callback_error", f"{allowed_name}: {problem}")
+            self._broker.note_callback_error(job.id, f"{allowed_name}: {problem}")

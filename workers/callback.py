@@ -9,8 +9,9 @@ from typing import Any
 
 import redis
 
+from queue_service.broker import Ending
 from queue_service.errors import QsvcError
-from queue_service.results import read_job
+from queue_service.results import read_execution
 from queue_service.rqcompat import SafeJob
 
 
@@ -24,11 +25,11 @@ def run(request: dict[str, Any]) -> None:
     function = getattr(importlib.import_module(module), name)
     with redis.Redis.from_url(request["redis_url"]) as connection:
         job = SafeJob.fetch(request["job_id"], connection=connection)
-        result = read_job(connection, request["job_id"])
-        if request["kind"] == "finished":
-            function(job, connection, result.body)
-        elif request["kind"] == "failed":
-            message = str((result.error or {}).get("message", "the job failed"))
+        body, error = read_execution(connection, job.id, request["execution_id"])
+        if request["ending"] == Ending.FINISHED:
+            function(job, connection, body)
+        elif request["ending"] == Ending.FAILED:
+            message = str((error or {}).get("message", "the job failed"))
             function(job, connection, JobFailed, JobFailed(message), None)
         else:
             function(job, connection)

@@ -25,12 +25,13 @@ from redis.exceptions import (
     TimeoutError,
 )
 from rq.exceptions import NoSuchJobError
+from rq.rate_limit import RateLimitRegistry
 from rq.suspension import is_suspended
 from rq.timeouts import BaseDeathPenalty
 from rq.utils import now
 from rq.worker import BaseWorker, WorkerStatus
 
-from queue_service.broker import Beat, Broker, Claimed
+from queue_service.broker import Beat, Broker, Claimed, Ended
 from queue_service.errors import ConfigurationError
 from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
@@ -333,10 +334,12 @@ class BatchWorker(BaseWorker):
             self._maintain()
         if self._stop_level:
             return self._wind_down()
+        # Asked before the claim: what an aftercare has queued by then is seen by it.
+        is_caring = self._aftercare.is_busy
         looked = self._claim()
         if looked:
             return True
-        if burst and not self._load() and not self._aftercare.is_busy:
+        if burst and not self._load() and not is_caring:
             return False
         self._rest(_BUSY_POLL_SECONDS if self._load() else _IDLE_POLL_SECONDS)
         return True
@@ -413,11 +416,15 @@ class BatchWorker(BaseWorker):
             outcomes = [(c, self._outcomes.outcome(result)) for c, result in chunk]
             replies = self._broker.finish(outcomes)
             del self._unsaved[:_FINISH_CHUNK]
-            for (claimed, _), reply in zip(outcomes, replies, strict=True):
+            for (claimed, outcome), reply in zip(outcomes, replies, strict=True):
                 if reply in ("ok", "aftercare"):
                     self.num_done += 1
                     if reply == "aftercare":
-                        self._aftercare.see_to(claimed.queue, claimed.job_id)
+                        self._aftercare.see_to(
+                            Ended(
+                                claimed.queue, claimed.job_id, claimed.execution_id, outcome.ending
+                            )
+                        )
                 elif reply == "retry":
                     logger.info("job will be tried again job=%s", claimed.job_id)
                 else:
@@ -522,8 +529,13 @@ class BatchWorker(BaseWorker):
         back = self._broker.reap()
         if back:
             logger.warning("jobs of a lost worker put back jobs=%d", len(back))
-        for queue_name, job_id in self._broker.due_aftercare():
-            self._aftercare.see_to(queue_name, job_id)
+        for ended in self._broker.due_aftercare():
+            self._aftercare.see_to(ended)
+        for rq_queue in self.queues:
+            # Dependents that an aftercare which did not come to its end left half-way.
+            rq_queue.ready_job_registry.cleanup()
+        for limit in RateLimitRegistry.all(self.connection):
+            limit.cleanup()
         self._broker.forget_expired()
         self._sweeper.sweep()
 

@@ -102,10 +102,17 @@ local function had_ended(id, jk, f, queue)
   return false
 end
 
+-- How many lanes take turns; when only the queue itself is left, it needs none.
+local function needed(lanes, num_lanes)
+  if num_lanes ~= 1 then return num_lanes end
+  redis.call('DEL', lanes)
+  return 0
+end
+
 for q = 5, #KEYS, 3 do
   local main, wip, lanes = KEYS[q], KEYS[q + 1], KEYS[q + 2]
   local queue = string.sub(main, #(RQ .. ':queue:') + 1)
-  local num_lanes = redis.call('LLEN', lanes)
+  local num_lanes = needed(lanes, redis.call('LLEN', lanes))
   local newer, misses = {}, 0
   while #out < n and looked < 2000 and #newer < 500 and misses <= num_lanes do
     local lane = num_lanes > 0 and redis.call('LMOVE', lanes, lanes, 'LEFT', 'RIGHT') or '-'
@@ -129,11 +136,7 @@ for q = 5, #KEYS, 3 do
     else
       redis.call('LREM', lanes, 1, lane)
       redis.call('SREM', queues, list)
-      num_lanes = num_lanes - 1
-      if num_lanes == 1 then  -- only the queue itself is left: it needs no turns
-        redis.call('DEL', lanes)
-        num_lanes = 0
-      end
+      num_lanes = needed(lanes, num_lanes - 1)
     end
   end
   for i = #newer, 1, -1 do

@@ -127,8 +127,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--marker", type=Path, default=Path("never"))
     asked = parser.parse_args(arguments)
     fuse = Fuse(asked.die_at, asked.nth, asked.marker)
+    broker = functools.partial(MortalBroker, fuse, asked.mute)
     # The child looks it up when it wires the worker.
-    workers.child.Broker = functools.partial(MortalBroker, fuse, asked.mute)  # type: ignore[attr-defined]
+    workers.child.Broker = broker  # type: ignore[attr-defined, assignment]
 
     def load(settings: WorkerSettings) -> ServedModel:
         engine = MortalEngine(fuse, max_rows=settings.slots, step_seconds=asked.step_seconds)

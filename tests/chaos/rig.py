@@ -130,6 +130,11 @@ class Rig:
         """End every worker."""
         self._cleanup.close()
 
+    @property
+    def socket_path(self) -> Path:
+        """The server's Unix socket."""
+        return Path(self.url.removeprefix("unix://"))
+
     # Workers ----------------------------------------------------------------------------------
 
     def start_worker(
@@ -295,7 +300,7 @@ class Rig:
                 been lost was running again.
         """
         deadline = time.monotonic() + seconds
-        while self._num_open() and time.monotonic() < deadline:
+        while self.num_open() and time.monotonic() < deadline:
             time.sleep(0.05)
         problems = self._problems()
         self._report.add(
@@ -309,7 +314,8 @@ class Rig:
             self._check_batch(work)
         eventually(lambda: not self._leftovers(), f"nothing left: {self._leftovers()}", seconds=6)
 
-    def _num_open(self) -> int:
+    def num_open(self) -> int:
+        """Return how many jobs have not ended."""
         return sum(not self._result(job_id).has_ended for job_id in self._all_texts())
 
     def _all_texts(self) -> dict[str, str]:

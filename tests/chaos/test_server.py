@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import RedisError
+from redis import Redis, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError
 from rq import Worker
 
 from queue_service import keys
+from queue_service.broker import Broker, Claimed
 from queue_service.connection import connect
+from queue_service.errors import ServerUnavailable
 from queue_service.local_server import LocalServer
+from queue_service.results import read_job
 from queue_service.settings import RedisSettings
 from tests.chaos.proxy import Proxy
-from tests.chaos.rig import LEASE_SECONDS, QUEUE, Rig, wait_seconds
-from tests.harness import eventually
+from tests.chaos.rig import LEASE_SECONDS, QUEUE, Rig, paused, wait_seconds
+from tests.harness import enqueue_chat, eventually, running_worker, worker_settings
 
 
 def test_results_wait_for_a_server_that_was_killed(
@@ -58,6 +62,21 @@ def test_a_server_may_be_killed_again_and_again(
 
 
 @pytest.mark.slow
+def test_a_server_that_hangs_loses_and_doubles_nothing(rig: Rig) -> None:
+    rig.submit(60, num_tokens=150, stream=True)
+    options: dict[str, Any] = {"slots": 8, "claim_ahead": 0}
+    workers = [rig.start_worker(name, **options) for name in ("a", "b")]
+    assert rig.server.pid is not None
+    for hung_seconds in (1, 3):
+        for name in ("a", "b"):
+            rig.wait_for_holding(name, 1)
+        with paused(rig.server.pid):
+            wait_seconds(hung_seconds)  # calls are given up after 2 s, and may be carried out
+    rig.settle("SIGSTOP of the server for 1 s and 3 s", seconds=60)
+    assert [worker.num_starts for worker in workers] == [1, 1]
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_while_the_server_is_away_is_taken_over_by_its_next(
     rig: Rig, kill_server: Callable[[LocalServer], None]
 ) -> None:
@@ -71,6 +90,25 @@ def test_a_worker_that_dies_while_the_server_is_away_is_taken_over_by_its_next(
     wait_seconds(1)  # too long for the supervisor to hand the jobs back
     rig.server.start()
     rig.settle("kill -9 of a worker while the server is away", killed_at=killed_at)
+
+
+def test_a_suspect_runs_although_the_server_was_away_when_its_turn_came(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = enqueue_chat(redis, "suspect")
+    redis.hset(keys.rq_job(job.id), "qsvc_deaths", 1)
+    run_alone, calls = Broker.run_alone, []
+
+    def away_at_first(broker: Broker, claimed: Claimed) -> None:
+        calls.append(claimed)
+        if len(calls) == 1:
+            raise RedisConnectionError("away")
+        run_alone(broker, claimed)
+
+    monkeypatch.setattr(Broker, "run_alone", away_at_first)
+    with running_worker(worker_settings(redis_url, crash_retries=1)):
+        eventually(lambda: read_job(redis, job.id).body, "the suspect has its answer")
+    assert len(calls) == 2
 
 
 def test_workers_of_a_server_that_was_wiped_register_again_and_serve_what_comes(rig: Rig) -> None:
@@ -128,7 +166,7 @@ def test_a_worker_that_starts_on_a_full_server_serves_once_there_is_room(rig: Ri
 
 def test_a_slow_network_costs_no_lease(rig: Rig, tmp_path: Path) -> None:
     work = rig.submit(28)
-    proxy = _proxy(rig, tmp_path, latency_seconds=(0.05, 0.2))
+    proxy = Proxy(tmp_path / "proxy.sock", rig.socket_path, latency_seconds=(0.05, 0.2))
     options: dict[str, Any] = {"slots": 8, "claim_ahead": 8, "lease_seconds": 5, "beat_seconds": 1}
     with proxy.serving():
         rig.start_worker("far", url=proxy.url, **options)
@@ -144,7 +182,7 @@ def test_a_slow_network_costs_no_lease(rig: Rig, tmp_path: Path) -> None:
 def test_a_network_that_breaks_connections_at_random_loses_and_doubles_nothing(
     rig: Rig, tmp_path: Path
 ) -> None:
-    proxy = _proxy(rig, tmp_path, break_probability=0.02)
+    proxy = Proxy(tmp_path / "proxy.sock", rig.socket_path, break_probability=0.02)
     with proxy.serving():
         rig.start_worker("a", url=proxy.url, slots=8, claim_ahead=0)
         rig.start_worker("b", url=proxy.url, slots=8, claim_ahead=0)
@@ -161,9 +199,5 @@ def _submit_until_it_works(rig: Rig, proxy: Proxy) -> None:
             with closing(connect(RedisSettings.load(url=proxy.url))) as connection:
                 rig.submit(96, num_plain=0, stream=True, connection=connection)
             return
-        except RedisError:
+        except (RedisError, ServerUnavailable):
             continue  # a person would try again: the same file adds what is missing
-
-
-def _proxy(rig: Rig, folder: Path, **harm: Any) -> Proxy:
-    return Proxy(folder / "proxy.sock", Path(rig.url.removeprefix("unix://")), **harm)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from queue_service.batches import Batches, Status
 from queue_service.sweeper import Sweeper
+from tests.chaos.proxy import Proxy
 from tests.chaos.rig import LEASE_SECONDS, Rig, paused, wait_seconds
 from tests.harness import eventually
 
@@ -39,6 +41,28 @@ def test_the_results_of_a_worker_that_missed_its_heartbeats_are_refused(rig: Rig
     assert rig.held_by("heir") == set(work.texts)
     rig.settle("a worker that sends no heartbeats")
     assert rig.answered_by(work) == {"heir"}
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_cut_off_past_its_lease_delivers_nothing(
+    rig: Rig, tmp_path: Path
+) -> None:
+    work = rig.submit(12, num_tokens=400)
+    proxy = Proxy(tmp_path / "proxy.sock", rig.socket_path)
+    with proxy.serving():
+        zombie = rig.start_worker("zombie", url=proxy.url)
+        rig.wait_for_holding("zombie", 16)
+        rig.start_worker("heir", command=rig.child(step_seconds=0.02))
+        rig.child_pid("heir")
+        killed_at = time.time()
+        proxy.break_probability = 1
+        eventually(lambda: rig.held_by("heir") == set(work.texts), "the heir holds every job")
+        wait_seconds(LEASE_SECONDS)  # the zombie's results wait
+        proxy.break_probability = 0
+        rig.settle("a worker cut off past its lease, with results", killed_at=killed_at)
+        assert rig.answered_by(work) == {"heir"}
+        assert zombie.num_starts == 1
+        rig.close_workers()
 
 
 @pytest.mark.parametrize("wrong_by", [3600, pytest.param(-3600, marks=pytest.mark.slow)])

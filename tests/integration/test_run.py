@@ -47,12 +47,16 @@ from workers.local_run import LocalRun, RunOptions, Summary
 
 Update = Callable[[Batch, int], None]
 
-FATAL_CHILD = (
-    sys.executable,
-    "-c",
-    "import json, sys; print(json.dumps({'event': 'fatal', 'message': 'no such model'}));"
-    "sys.exit(78)",
-)
+NO_MODEL = """
+import sys
+from queue_service.errors import ModelUnavailable
+from workers.child import run_child
+
+def load(settings):
+    raise ModelUnavailable("no such model")
+
+sys.exit(run_child(load))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -261,28 +265,28 @@ def test_a_stop_before_anything_started_ends_the_run_at_once(tmp_path: Path) -> 
 def test_a_stopped_run_goes_on_in_both_of_its_files(
     slow_steps: None, tmp_path: Path, unordered: bool
 ) -> None:
-    lines: list[Any] = [line for i in range(1, 101) for line in (*chat_lines(1, start=i), "{")]
+    lines: list[Any] = [line for i in range(1, 201) for line in (*chat_lines(1, start=i), "{")]
     file, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     errors = tmp_path / "errors.jsonl"
     summary = run(file, out, errors=errors, unordered=unordered, on_update=stop_at(40))
     assert summary.was_stopped
-    assert summary.num_written == num_lines(out) + num_lines(errors) < 200
+    assert summary.num_written == num_lines(out) + num_lines(errors) < 400
     head = out.read_bytes()
     summary = run(file, out, errors=errors, unordered=unordered)
-    assert summary.num_written == 200
+    assert summary.num_written == 400
     assert out.read_bytes().startswith(head)
-    wanted = [f"c{i}" for i in range(1, 101)]
+    wanted = [f"c{i}" for i in range(1, 201)]
     ids = custom_ids_of(read_output(out))
-    assert (sorted(ids), len(ids)) == (sorted(wanted), 100)
+    assert (sorted(ids), len(ids)) == (sorted(wanted), 200)
     assert unordered or ids == wanted
     numbers = [line["error"]["line"] for line in read_output(errors)]
-    assert sorted(numbers) == list(range(2, 201, 2))
+    assert sorted(numbers) == list(range(2, 401, 2))
 
 
 def test_a_server_that_dies_under_a_run_ends_it_with_a_hint_and_loses_nothing(
     slow_steps: None, tmp_path: Path
 ) -> None:
-    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(120)), tmp_path / "out.jsonl"
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(250)), tmp_path / "out.jsonl"
     killed: list[int] = []
 
     def kill_server(local: LocalRun, batch: Batch, num_written: int) -> None:
@@ -297,9 +301,9 @@ def test_a_server_that_dies_under_a_run_ends_it_with_a_hint_and_loses_nothing(
     assert time.monotonic() - started < 10, "it waited for the grace period"
     assert_nothing_left_behind(cache_folder())
     written = out.read_bytes()
-    assert run(file, out).num_written == 120
+    assert run(file, out).num_written == 250
     assert out.read_bytes().startswith(written)
-    assert custom_ids_of(read_output(out)) == [f"c{i}" for i in range(1, 121)]
+    assert custom_ids_of(read_output(out)) == [f"c{i}" for i in range(1, 251)]
 
 
 # Another file, another run ----------------------------------------------------------------------
@@ -368,7 +372,7 @@ def test_a_run_beside_another_of_the_same_or_on_the_same_device_is_refused(
 def test_a_model_that_cannot_be_loaded_ends_the_run(tmp_path: Path) -> None:
     file, out = write_lines(tmp_path / "in.jsonl", chat_lines(5)), tmp_path / "out.jsonl"
     with pytest.raises(ModelUnavailable, match="no such model"):
-        run(file, out, child=FATAL_CHILD)
+        run(file, out, child=(sys.executable, "-c", NO_MODEL))
     assert_nothing_left_behind(cache_folder())
     assert read_output(out) == []
     assert run(file, out).num_written == 5

@@ -1,4 +1,4 @@
-"""The scripts against a simple model: whatever happens in whatever order, no job is lost or doubled.
+"""The scripts against a simple model: whatever the order of events, no job is lost or doubled.
 
 Two workers share a queue with plain jobs and lines of batches. After each step the server must
 say what the model says; at the end everything that is left is claimed and finished.
@@ -11,7 +11,7 @@ import io
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 from rq import Queue, Retry
+from rq.job import Job as RqJob
 from rq.registry import StartedJobRegistry
 
 from queue_service import keys
@@ -119,8 +120,11 @@ class Batch:
 class QueueMachine(RuleBasedStateMachine):
     """Every way in which a job's state can change, in any order."""
 
-    def __init__(self, redis: Redis) -> None:
+    connection: ClassVar[Redis]
+
+    def __init__(self) -> None:
         super().__init__()
+        redis = self.connection
         redis.flushdb()
         self.redis = redis
         self.brokers = {
@@ -499,7 +503,7 @@ class QueueMachine(RuleBasedStateMachine):
         batches = [batch for batch in self.batches.values() if not batch.is_gone]
         return batches[pick % len(batches)] if batches else None
 
-    def _fetch(self, job: Job) -> SafeJob:
+    def _fetch(self, job: Job) -> RqJob:
         return SafeJob.fetch(job.id, connection=self.redis)
 
     def _forget(self, job: Job) -> None:
@@ -541,8 +545,11 @@ def _stored(outcome: Outcome) -> bytes:
 
 
 def run(redis: Redis, max_examples: int) -> None:
+    class Machine(QueueMachine):
+        connection = redis
+
     run_state_machine_as_test(
-        lambda: QueueMachine(redis),
+        Machine,
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=40,

@@ -11,7 +11,6 @@ import click
 
 from cli.options import json_option, print_json, say
 from cli.progress import Progress
-from cli.worker_command import default_slot
 from queue_service.settings import PathSettings, RetentionSettings, SubmitSettings, WorkerSettings
 
 EXIT_SOME_FAILED = 1
@@ -52,6 +51,7 @@ def command(
     """
     from workers.local_run import LocalRun, RunOptions
     from workers.model_info import DEMO_MODEL
+    from workers.supervisor import default_slot
 
     worker = WorkerSettings.load(
         model=model, slots=slots, dtype=dtype, blas_threads=blas_threads, device_slot=device_slot

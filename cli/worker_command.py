@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import signal
 from types import FrameType
 
@@ -44,7 +43,12 @@ def command(
     front of their queues. Again: at once.
     """
     from workers.child_settings import ChildSettings
-    from workers.supervisor import Supervisor, default_worker_name, device_slot_lock
+    from workers.supervisor import (
+        Supervisor,
+        default_slot,
+        default_worker_name,
+        device_slot_lock,
+    )
 
     worker = WorkerSettings.load(
         model=model,
@@ -81,9 +85,3 @@ def command(
     with device_slot_lock(PathSettings.load().cache_folder, slot):
         say(f"qsvc worker {settings.name}: {worker.model}, queues {', '.join(settings.queues)}")
         supervisor.run()
-
-
-def default_slot() -> str:
-    """Return the slot of this machine's usual device, without loading MLX to ask."""
-    is_mac = platform.system() == "Darwin" and platform.machine() == "arm64"
-    return "gpu:0" if is_mac else "cpu:0"

@@ -9,10 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
 
+from redis import Redis
 from rq.version import VERSION as RQ_VERSION
 
 from queue_service.broker import Broker
@@ -53,6 +54,20 @@ class ServedModel:
     log_lines: tuple[str, ...] = ()
 
 
+class WorkerParts(TypedDict):
+    """What a ``BatchWorker`` is made of, by the names of its arguments."""
+
+    connection: Redis
+    name: str
+    settings: WorkerSettings
+    generator: EngineGenerator
+    results: ResultQueue
+    outcomes: OutcomeWriter
+    aftercare: Aftercare
+    broker: Broker
+    model_card: tuple[str, Mapping[str, str]]
+
+
 Loader = Callable[[WorkerSettings], ServedModel]
 
 
@@ -88,7 +103,7 @@ def run_child(load: Loader) -> int:
     reporter = Reporter(sys.stdout)
     try:
         settings = ChildSettings.from_json(sys.stdin.readline())
-        _configure_logging(settings.worker.log_level)
+        configure_logging(settings.worker.log_level)
         worker = build_worker(settings, load, reporter)
         threading.Thread(target=_end_with_supervisor, args=(worker,), daemon=True).start()
         worker.work(burst=settings.burst)
@@ -111,6 +126,23 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
     Raises:
         QsvcError: the server or the model cannot be used.
     """
+    parts = worker_parts(settings, settings.queues, load)
+    generator, (_, card) = parts["generator"], parts["model_card"]
+    reporter.report("ready", name=settings.name, model=card["model"])
+    return BatchWorker(
+        settings.queues,
+        **parts,
+        # Rows, not jobs: one that has ended may have to wait long for the server.
+        on_turn=lambda: reporter.progress(generator.num_rows, generator.steps),
+    )
+
+
+def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -> WorkerParts:
+    """Make what one worker consists of; returns when the model is loaded.
+
+    Raises:
+        QsvcError: the server or the model cannot be used.
+    """
     connection = connect(settings.redis)
     for finding in check_server(connection):
         if finding.level is Level.WARNING:
@@ -118,7 +150,7 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
     broker = Broker(
         connection,
         worker=settings.name,
-        queues=settings.queues,
+        queues=queues,
         lease_seconds=settings.worker.lease_seconds,
     )
     results = ResultQueue()
@@ -154,9 +186,7 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
         deliver=results.put,
         crash_retries=settings.worker.crash_retries,
     )
-    reporter.report("ready", name=settings.name, model=served.info.name)
-    return BatchWorker(
-        settings.queues,
+    return WorkerParts(
         connection=connection,
         name=settings.name,
         settings=settings.worker,
@@ -176,8 +206,6 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
         ),
         broker=broker,
         model_card=(settings.alias, _model_card(served.info)),
-        # Rows, not jobs: one that has ended may have to wait long for the server.
-        on_turn=lambda: reporter.progress(engine.num_rows, engine.steps),
     )
 
 
@@ -220,7 +248,8 @@ def _end_with_supervisor(worker: BatchWorker) -> None:
     os._exit(EXIT_FAILED)
 
 
-def _configure_logging(level: str) -> None:
+def configure_logging(level: str) -> None:
+    """Log to standard error, RQ's own lines only when something is wrong."""
     logging.basicConfig(
         level=level,
         stream=sys.stderr,

@@ -68,6 +68,16 @@ class EngineGenerator:
         """Stream these from now on."""
         self._publisher.watch(execution_ids)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows in the batch or waiting for a place in it."""
+        return self._engine.num_rows
+
+    @property
+    def steps(self) -> int:
+        """How many steps the engine has made."""
+        return self._engine.steps
+
     def figures(self) -> Mapping[str, str]:
         """Return what the worker's card shows."""
         return {"rows": str(self._engine.num_rows), "steps": str(self._engine.steps)}

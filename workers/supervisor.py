@@ -180,6 +180,12 @@ class Supervisor:
         return False
 
 
+def default_slot() -> str:
+    """Return the slot of this machine's usual device, without loading MLX to ask."""
+    is_mac = platform.system() == "Darwin" and platform.machine() == "arm64"
+    return "gpu:0" if is_mac else "cpu:0"
+
+
 def default_worker_name(alias: str, slot: str) -> str:
     """Return a name that tells people where the worker runs."""
     host = socket.gethostname().split(".")[0]

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -15,7 +17,8 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from rq import Callback, Queue, Repeat, Retry
+from redis.sentinel import Sentinel
+from rq import Callback, Queue, Repeat, Retry, Worker
 from rq.command import send_stop_job_command
 from rq.exceptions import DuplicateJobError
 from rq.group import Group
@@ -28,6 +31,7 @@ from rq.webhook import Webhook
 
 from queue_service import keys, tasks
 from queue_service.batches import Batches
+from queue_service.errors import ConfigurationError
 from queue_service.requests import Endpoint
 from queue_service.results import read_execution, read_job
 from queue_service.streams import text_of
@@ -37,12 +41,14 @@ from tests.harness import (
     SLOW_STEP_SECONDS,
     ThreadWorker,
     chat_body,
+    child_environment,
     enqueue_chat,
     eventually,
     running_worker,
     worker_settings,
 )
 from tests.rq_callbacks import NOTES
+from workers.rq_cli import url_of
 
 QUEUE = keys.DEFAULT_QUEUE
 HIGH, NORMAL, LOW = keys.queue_names("fake")
@@ -721,3 +727,116 @@ def test_stock_rq_reads_the_answer(redis: Redis, redis_url: str) -> None:
     assert latest.type is Result.Type.SUCCESSFUL
     assert fetched.ended_at is not None
     assert time.time() - fetched.ended_at.timestamp() < 60
+
+
+# RQ's command line --------------------------------------------------------------------------------
+
+RQ = str(Path(sys.executable).with_name("rq"))
+
+
+@contextlib.contextmanager
+def rq_worker(
+    url: str, *arguments: str, model: str | None = "fake", step_seconds: float = 0.0
+) -> Iterator[subprocess.Popen[str]]:
+    """A worker that ``rq worker`` starts, with the fake engine; killed if it still runs."""
+    environment = {**os.environ, **child_environment(step_seconds=step_seconds)}
+    if model is not None:
+        environment["QSVC_WORKER_MODEL"] = model
+    command = [RQ, "worker", "-w", "tests.fake_rq_worker.FakeQsvcWorker", "-u", url, *arguments]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code and what a process said, once it has ended by itself."""
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+def test_rqs_own_command_runs_a_burst_of_our_worker(redis: Redis, redis_url: str) -> None:
+    jobs = [enqueue(redis, f"job {i}", queue) for i, queue in enumerate((QUEUE, HIGH, "other"))]
+    with rq_worker(redis_url, "--burst", "--name", "by-rq", QUEUE, HIGH) as process:
+        assert ended(process)[0] == 0
+    assert [status(job) for job in jobs] == ["finished", "finished", "queued"]
+    assert [answer(redis, job) for job in jobs[:2]] == ["job 0", "job 1"]
+    [entry] = entries(redis, jobs[0])
+    assert entry[b"worker_name"] == b"by-rq"
+
+
+def test_ctrl_c_makes_the_worker_of_rqs_command_give_its_jobs_back(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QSVC_WORKER_GRACE_SECONDS", "0.2")
+    job = enqueue(redis, LONG_TEXT)
+    with rq_worker(redis_url, QUEUE, step_seconds=SLOW_STEP_SECONDS) as process:
+        wait_for(job, "started")
+        [worker] = Worker.all(connection=redis)
+        assert (worker.queue_names(), worker.get_state()) == ([QUEUE], "busy")
+        process.send_signal(signal.SIGINT)
+        assert ended(process)[0] == 0
+    assert status(job) == "queued"
+    assert redis.hget(keys.rq_job(job.id), "qsvc_execution") is None
+
+
+def test_a_worker_of_rqs_command_whose_engine_fails_hands_its_jobs_back_and_ends(
+    redis: Redis, redis_url: str
+) -> None:
+    job = enqueue(redis, "fault")
+    with rq_worker(redis_url, QUEUE) as process:
+        code, output = ended(process)
+    assert code == 1
+    assert "the device is on fire" in output
+    assert status(job) == "queued"
+    assert redis.hexists(keys.rq_job(job.id), "qsvc_execution"), "the next claim charges the death"
+    assert Worker.all(connection=redis) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "said"),
+    [
+        (["--max-jobs", "1"], "fake", "--max-jobs"),
+        (["--max-idle-time", "1"], "fake", "--max-idle-time"),
+        ([], None, "QSVC_WORKER_MODEL"),
+    ],
+)
+def test_what_rqs_command_cannot_ask_for_is_refused(
+    redis_url: str, arguments: list[str], model: str | None, said: str
+) -> None:
+    with rq_worker(redis_url, *arguments, QUEUE, model=model) as process:
+        code, output = ended(process)
+    assert code == 1
+    assert said in output
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://example.org:6380/3",
+        "redis://user:p%40ss%2F%25@example.org",
+        "redis://:secret@[::1]:6379",
+        "rediss://example.org:6379/1?ssl_ca_certs=/etc/my%2520ca.pem&ssl_cert_reqs=none",
+        "unix:///tmp/a%20b/server.sock?db=2",
+        "unix://user:pw@/tmp/server.sock",
+    ],
+)
+def test_the_url_of_rqs_connection_leads_to_the_same_server(url: str) -> None:
+    given = Redis.from_url(url).connection_pool
+    rebuilt = Redis.from_url(url_of(Redis.from_url(url))).connection_pool
+    assert rebuilt.connection_class is given.connection_class
+    for option in ("host", "port", "path", "username", "password", "ssl_ca_certs", "ssl_cert_reqs"):
+        default = 6379 if option == "port" else None
+        wanted = given.connection_kwargs.get(option, default) or None
+        assert (rebuilt.connection_kwargs.get(option, default) or None) == wanted, option
+    assert rebuilt.connection_kwargs.get("db", 0) == given.connection_kwargs.get("db", 0)
+
+
+def test_a_connection_without_an_address_of_its_own_is_refused() -> None:
+    sentinel = Sentinel([("127.0.0.1", 1)])  # type: ignore[no-untyped-call]
+    with pytest.raises(ConfigurationError, match="--url"):
+        url_of(sentinel.master_for("main"))

@@ -6,12 +6,13 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from redis import Redis
+from redis.client import Pipeline
 from rq.utils import now, utcformat
 
 from queue_service import keys
@@ -57,6 +58,7 @@ class Batch:
     Attributes:
         total: lines known so far; all of them once ``is_submitted``.
         queue: the queue its lines wait in.
+        forgotten: lines whose results are on their reader's disk only.
         timestamps: seconds since the epoch by name, only those that have happened.
     """
 
@@ -76,6 +78,7 @@ class Batch:
     timestamps: Mapping[str, int]
     metadata: Mapping[str, str]
     retention_seconds: int
+    forgotten: int
 
     @property
     def expires_at(self) -> int | None:
@@ -211,6 +214,7 @@ class Batches:
             timestamps={name: int(fields[name]) for name in _TIMESTAMPS if name in fields},
             metadata=json.loads(fields.get("metadata") or "{}"),
             retention_seconds=number("retention_seconds"),
+            forgotten=number("forgotten"),
         )
 
     def newest(self, count: int) -> list[Batch]:
@@ -319,6 +323,29 @@ class Batches:
                 self._connection.xdel(done, *ids)
             start = b"(" + entries[-1][0]
 
+    def forget(self, batch_id: str, refs: Sequence[LineRef]) -> None:
+        """Delete the jobs and results of lines that have ended; the batch still counts them.
+
+        For the sole reader of a batch, who has the results on disk.
+        """
+        queue = self.get(batch_id).queue
+        with self._connection.pipeline(transaction=False) as pipeline:
+            self._delete_jobs(pipeline, queue, [keys.job_id(batch_id, ref.line) for ref in refs])
+            pipeline.hincrby(keys.batch(batch_id), "forgotten", len(refs))
+            pipeline.execute()
+
+    @staticmethod
+    def _delete_jobs(pipeline: Pipeline, queue: str, job_ids: Sequence[str]) -> None:
+        for job_id in job_ids:
+            pipeline.delete(
+                keys.rq_job(job_id),
+                keys.rq_results(job_id),
+                keys.stream(job_id),
+                f"{keys.RQ}:executions:{job_id}",
+            )
+            for registry in (keys.rq_finished, keys.rq_failed, keys.rq_canceled):
+                pipeline.zrem(registry(queue), job_id)
+
     def delete(self, batch_id: str) -> None:
         """Cancel a batch and delete it with everything it owns: jobs, results, streams.
 
@@ -329,16 +356,8 @@ class Batches:
         self.cancel(batch_id)
         for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
             with self._connection.pipeline(transaction=False) as pipeline:
-                for ref in page:
-                    job_id = keys.job_id(batch_id, ref.line)
-                    pipeline.delete(
-                        keys.rq_job(job_id),
-                        keys.rq_results(job_id),
-                        keys.stream(job_id),
-                        f"{keys.RQ}:executions:{job_id}",
-                    )
-                    for registry in (keys.rq_finished, keys.rq_failed, keys.rq_canceled):
-                        pipeline.zrem(registry(batch.queue), job_id)
+                job_ids = [keys.job_id(batch_id, ref.line) for ref in page]
+                self._delete_jobs(pipeline, batch.queue, job_ids)
                 pipeline.execute()
         self._connection.delete(
             keys.batch(batch_id),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -138,6 +138,7 @@ class BatchOutput:
         order: the lines as they come in the file.
         output: takes the lines.
         errors: takes the lines without an answer; None puts them into the output too.
+        on_written: told which lines are on disk now, group by group.
 
     Raises:
         ConfigurationError: both are the same file.
@@ -149,6 +150,8 @@ class BatchOutput:
         order: LineOrder,
         output: OutputFile,
         errors: OutputFile | None = None,
+        *,
+        on_written: Callable[[Sequence[LineRef]], None] = lambda refs: None,
     ) -> None:
         if errors is not None and errors.path.samefile(output.path):
             raise ConfigurationError(
@@ -159,6 +162,7 @@ class BatchOutput:
         self._order = order
         self._output = output
         self._errors = errors
+        self._on_written = on_written
         self.num_written = 0
 
     def resume(self) -> int:
@@ -199,7 +203,8 @@ class BatchOutput:
         Returns:
             How many were written.
         """
-        lines = self._reader.read_ended(self._order.peek(PAGE_LINES))
+        refs = self._order.peek(PAGE_LINES)
+        lines = self._reader.read_ended(refs)
         if self._errors is None:
             self._output.append(lines)
         else:
@@ -207,6 +212,8 @@ class BatchOutput:
             self._errors.append([line for line in lines if line["error"] is not None])
         self._order.skip(len(lines))
         self.num_written += len(lines)
+        if lines:
+            self._on_written(refs[: len(lines)])
         return len(lines)
 
     @property

@@ -138,7 +138,9 @@ class WorkerSettings(Section):
     model_config = SettingsConfigDict(env_prefix="QSVC_WORKER_")
     table: ClassVar[str] = "worker"
 
-    model: Name | None = Field(None, description="Model to serve: a hub id, a folder, a .gguf file, or smollm2-135m.")
+    model: Name | None = Field(
+        None, description="Model to serve: a hub id, a folder, a .gguf file, or smollm2-135m."
+    )
     alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None, description="Name of the model's queues; unset: made from the model's name."
     )
@@ -151,7 +153,9 @@ class WorkerSettings(Section):
         " other is refused.",
     )
     serve_default: bool = Field(True, description="Also claim jobs from the queue qsvc:default.")
-    name: Name | None = Field(None, description="Worker's name in Redis; unset: host, alias and slot.")
+    name: Name | None = Field(
+        None, description="Worker's name in Redis; unset: host, alias and slot."
+    )
     slots: PositiveInt = Field(32, description="Rows in one batch.")
     claim_ahead: NonNegativeInt = Field(
         8, description="Jobs claimed beyond the rows, so that they are prepared when one ends."

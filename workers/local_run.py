@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from redis import Redis, RedisError
 
 from queue_service import keys
 from queue_service.batch_file import BatchFile, open_batch
-from queue_service.batches import Batch, Batches
+from queue_service.batches import Batch, Batches, LineRef
 from queue_service.broker import Broker
 from queue_service.connection import connect
 from queue_service.errors import BatchNotFound, ConfigurationError, ServerUnavailable
@@ -278,9 +278,25 @@ class LocalRun:
             stack.enter_context(contextlib.closing(OutputFile(path)))
             for path in self._output_paths()
         ]
-        output = BatchOutput(BatchReader(connection, batch_id), order(connection, batch_id), *files)
+
+        def forget(refs: Sequence[LineRef]) -> None:
+            # What is on disk need not fill the server, once the file is too large for both.
+            batches = Batches(connection)
+            if batches.get(batch_id).total > self._submit.window_lines:
+                batches.forget(batch_id, refs)
+
+        output = BatchOutput(
+            BatchReader(connection, batch_id),
+            order(connection, batch_id),
+            *files,
+            on_written=forget,
+        )
         try:
-            output.resume()
+            if output.resume() < (before.forgotten if before else 0):
+                raise ConfigurationError(
+                    f"{self._options.output} has lost lines that this run had written and the "
+                    "server has dropped since"
+                )
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{error}; or, if {self._options.file} has changed since, say --new to replace "

@@ -820,7 +820,7 @@ def test_what_rqs_command_cannot_ask_for_is_refused(
         "redis://example.org:6380/3",
         "redis://user:p%40ss%2F%25@example.org",
         "redis://:secret@[::1]:6379",
-        "rediss://example.org:6379/1?ssl_ca_certs=/etc/my%2520ca.pem&ssl_cert_reqs=none",
+        "rediss://example.org:6379/1?ssl_ca_certs=/etc/my%20ca.pem&ssl_cert_reqs=none",
         "unix:///tmp/a%20b/server.sock?db=2",
         "unix://user:pw@/tmp/server.sock",
     ],
@@ -837,6 +837,6 @@ def test_the_url_of_rqs_connection_leads_to_the_same_server(url: str) -> None:
 
 
 def test_a_connection_without_an_address_of_its_own_is_refused() -> None:
-    sentinel = Sentinel([("127.0.0.1", 1)])  # type: ignore[no-untyped-call]
+    sentinel: Any = Sentinel([("127.0.0.1", 1)])  # type: ignore[no-untyped-call]
     with pytest.raises(ConfigurationError, match="--url"):
         url_of(sentinel.master_for("main"))

@@ -406,3 +406,24 @@ def test_the_file_with_the_requests_cannot_take_the_results(tmp_path: Path, is_f
     with pytest.raises(ConfigurationError, match="name another for -o"):
         run(file, tmp_path / "out.jsonl", errors=file, is_fresh=is_fresh)
     assert file.read_bytes() == before
+
+
+# More lines than the server should hold ---------------------------------------------------------
+
+
+def test_a_file_larger_than_the_window_leaves_the_server_as_its_answers_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QSVC_SUBMIT_WINDOW_LINES", "40")
+    monkeypatch.setenv("QSVC_SUBMIT_CHUNK_LINES", "10")
+    file, out = write_lines(tmp_path / "in.jsonl", chat_lines(300)), tmp_path / "out.jsonl"
+    summary = run(file, out)
+    assert (summary.batch.completed, summary.batch.total) == (300, 300)
+    assert custom_ids_of(read_output(out)) == [f"c{i}" for i in range(1, 301)]
+    assert len(attempts(cache_folder())) < 100
+    assert run(file, out).num_done == 0
+
+    whole = out.read_bytes()
+    out.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigurationError, match="has lost lines"):
+        run(file, out)

@@ -271,17 +271,24 @@ class Batches:
                 "cancelling_at": int(self._clock()),
             },
         )
-        lane = keys.rq_queue(keys.lane(batch.queue, batch_id))
+        return self._cancel_lines(batch)
+
+    def resume_cancel(self, batch_id: str) -> int:
+        """Go on with a cancel whose command was killed; return how many lines it cancelled."""
+        return self._cancel_lines(self.get(batch_id))
+
+    def _cancel_lines(self, batch: Batch) -> int:
+        lane = keys.rq_queue(keys.lane(batch.queue, batch.id))
         with self._connection.pipeline(transaction=True) as pipeline:
             pipeline.delete(lane)
             pipeline.srem(f"{keys.RQ}:queues", lane)
-            pipeline.lrem(keys.lanes(batch.queue), 0, batch_id)
+            pipeline.lrem(keys.lanes(batch.queue), 0, batch.id)
             pipeline.execute()
         cancelled = 0
-        for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
-            cancelled += self._cancel_jobs([keys.job_id(batch_id, ref.line) for ref in page])
+        for page in _batched(self.all_lines(batch.id), _PAGE_LINES):
+            cancelled += self._cancel_jobs([keys.job_id(batch.id, ref.line) for ref in page])
         # Also with nothing left: it ends a batch all of whose lines had ended.
-        return cancelled + self._cancel_jobs([], batch_id)
+        return cancelled + self._cancel_jobs([], batch.id)
 
     def retry_failed(self, batch_id: str) -> int:
         """Run the lines again that failed or were cancelled; return how many.

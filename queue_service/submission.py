@@ -134,7 +134,8 @@ class Feeder:
             should_stop: asked now and then; when it says so, the rest is left for another time.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="enqueue") as sender:
-            self._feed(connection, sender, on_progress, should_stop)
+            while not self._feed(connection, sender, on_progress, should_stop):
+                pass
 
     def _feed(
         self,
@@ -142,7 +143,8 @@ class Feeder:
         sender: ThreadPoolExecutor,
         on_progress: Callable[[int], None],
         should_stop: Callable[[], bool],
-    ) -> None:
+    ) -> bool:
+        """Read the file once; False when lines are missing that the server had taken before."""
         scripts = Scripts(connection)
         queue = self._options.queue
         script_keys = [
@@ -161,11 +163,14 @@ class Feeder:
             # The server works on one chunk while the next is being made.
             while len(calls) > 1 or (calls and is_last):
                 status, waiting = calls.popleft().result()
+                if status == b"gap":
+                    return False
                 if status != b"in_progress" or should_stop():
-                    return  # cancelled meanwhile, or submitted to its end by somebody else
+                    return True  # cancelled meanwhile, or submitted to its end by somebody else
                 on_progress(num_lines)
                 if not is_last:
                     self._await_room(connection, waiting, should_stop)
+        return True
 
     def _chunks(self, cursor: int) -> Iterator[tuple[int, bool, list[Arg]]]:
         """Yield lines read so far, whether it is the last chunk, and the script's arguments.
@@ -174,12 +179,12 @@ class Feeder:
         """
         options = self._options
         lines = read_batch(self._file, max_lines=options.submit.max_lines)
-        num_lines = 0
+        num_lines = last_line = 0
         # One line ahead, so that the last chunk is known to be the last.
         pending = next(lines, None)
         while pending is not None:
             args: list[Arg] = []
-            last_line = 0
+            line_before = last_line
             for _ in range(options.submit.chunk_lines):
                 if pending is None:
                     break
@@ -199,6 +204,7 @@ class Feeder:
                     "1" if options.stream else "0",
                     last_line,
                     "1" if is_last else "0",
+                    line_before,
                 ]
                 yield num_lines, is_last, head + args
 

@@ -13,7 +13,7 @@ from typing import Any
 from redis import Redis
 
 from queue_service import keys
-from queue_service.batches import Batch, Batches, LineRef
+from queue_service.batches import Batch, Batches, LineRef, Status
 from queue_service.errors import BatchNotFound
 from queue_service.scripts import Arg, Scripts
 
@@ -69,21 +69,29 @@ class Sweeper:
         for member in members:
             batch_id = member.decode()
             try:
-                batch = self._batches.get(batch_id)
+                batch = self._current(batch_id, moment)
             except BatchNotFound:
                 self._connection.zrem(keys.batches(), batch_id)
                 continue
             if batch.status.is_final:
                 continue
-            if batch.expires_at is not None and batch.expires_at <= moment:
-                self._batches.expire(batch_id)
-                continue
             live[batch_id] = batch.ended
             if self._seen.get(batch_id) == batch.ended:
+                if batch.status is Status.CANCELLING:
+                    self._batches.resume_cancel(batch_id)
                 squared += sum(self._sweep_page(batch) for _ in range(_PAGES_A_LOOK))
         self._seen = live
         self._close_some()
         return squared
+
+    def _current(self, batch_id: str, moment: int) -> Batch:
+        """Return a batch, given up first if its time is over."""
+        batch = self._batches.get(batch_id)
+        is_late = batch.expires_at is not None and batch.expires_at <= moment
+        if not is_late or batch.status is not Status.IN_PROGRESS:
+            return batch
+        self._batches.expire(batch_id)
+        return self._batches.get(batch_id)
 
     def _close_some(self) -> None:
         """Give the lines of ended batches their time to expire, some pages at a time."""

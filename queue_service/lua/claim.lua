@@ -40,6 +40,9 @@ local function charge_death(id, f)
   return deaths, reached
 end
 
+-- The leases of one queue and what the worker holds, added by one command each at the end.
+local leases, held = {}, {}
+
 local function start(id, jk, flat, f, wip, queue_index)
   local ex, attempt = ARGV[7 + #out], number(f.qsvc_attempt, 0) + 1
   local composite = id .. ':' .. ex
@@ -59,8 +62,9 @@ local function start(id, jk, flat, f, wip, queue_index)
   redis.call('EXPIRE', ek, lease)
   redis.call('ZADD', executions, now + lease + 60, ex)
   redis.call('EXPIRE', executions, lease + 60)
-  redis.call('ZADD', wip, lease_end, composite)
-  redis.call('SADD', wex, composite)
+  leases[#leases + 1] = lease_end
+  leases[#leases + 1] = composite
+  held[#held + 1] = composite
   local set = {'status', 'started', 'started_at', iso, 'last_heartbeat', iso, 'worker_name',
     worker, 'qsvc_execution', ex, 'qsvc_attempt', tostring(attempt)}
   local function also(field, value)
@@ -139,6 +143,10 @@ for q = 5, #KEYS, 3 do
       num_lanes = needed(lanes, num_lanes - 1)
     end
   end
+  if #leases > 0 then
+    redis.call('ZADD', wip, unpack(leases))
+    leases = {}
+  end
   for i = #newer, 1, -1 do
     local job = newer[i]
     redis.call('LPUSH', job.list, job.id)
@@ -146,6 +154,7 @@ for q = 5, #KEYS, 3 do
   end
 end
 if #out > 0 then
+  redis.call('SADD', wex, unpack(held))
   redis.call('HSET', wkey, 'state', 'busy')
   redis.call('EXPIRE', wex, lease + 60)
 end

@@ -1,19 +1,21 @@
 -- ENQUEUE: add one chunk of a batch's lines to its lane. Run again with the same lines it adds
--- nothing: the batch's cursor says which line was the last one added.
+-- nothing: the batch's cursor says which line was the last one added. A chunk that does not follow
+-- it is refused, since the one before was lost on the way or with a server that crashed.
 -- KEYS 1 rq:queues  2 rq:queue:<q>  3 rq:queue:<q>:<batch> (the lane)  4 qsvc:lanes:<q>
 --      5 qsvc:batch:<id>  6 qsvc:batch:<id>:lines  7 qsvc:batch:<id>:errors
 -- ARGV 1 batch id  2 queue name  3 iso time  4 description  5 format version  6 stream flag
---      7 last line of the chunk  8 '1' when it is the last chunk
+--      7 last line of the chunk  8 '1' when it is the last chunk  9 the last line before the chunk
 --      then per line: number, custom id, meta (JSON), job data (zlib) or '', error (JSON) or ''
 -- Writes also rq:job:<batch>-<line>, qsvc:batch:<id>:done, qsvc:batch:<id>:outcomes.
 -- Returns the batch's status and how many of its lines have not ended; nothing is added unless
--- the status is in_progress.
+-- the status is in_progress. Returns 'gap' and 0 when lines before the chunk are missing.
 local queues, main, lane, lanes, batch, lines, errors = unpack(KEYS)
 local b = redis.call('HMGET', batch, 'status', 'cursor', 'submitted')
 if b[1] ~= 'in_progress' or b[3] == '1' then return {b[1] or 'deleted', 0} end
 local cursor = tonumber(b[2] or 0)
+if cursor < tonumber(ARGV[9]) then return {'gap', 0} end
 local total, failed, queued = 0, 0, 0
-for i = 9, #ARGV, 5 do
+for i = 10, #ARGV, 5 do
   local line, custom_id, meta, data, err = unpack(ARGV, i, i + 4)
   if tonumber(line) > cursor then
     total = total + 1

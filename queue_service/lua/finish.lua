@@ -66,14 +66,18 @@ local FIELDS = {'status', 'retries_left', 'qsvc_auto_retry', 'retry_intervals', 
   'rate_limit_key', 'enqueue_at_front_on_retry', 'qsvc_batch', 'qsvc_line', 'qsvc_transient',
   'qsvc_generation', 'qsvc_execution'}
 
+-- What belongs to the ended executions, dropped by one command each at the end.
+local ended, ended_keys = {}, {}
+
 local function finish_one(at)
   local id, ex, status, keep = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local start, finish, payload, err = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6], ARGV[at + 7]
   local jk, composite = job_key(id), id .. ':' .. ex
   local held = redis.call('ZREM', wip, composite) == 1
-  redis.call('DEL', RQ .. ':execution:' .. composite, 'qsvc:progress:' .. composite)
+  ended[#ended + 1] = composite
+  ended_keys[#ended_keys + 1] = RQ .. ':execution:' .. composite
+  ended_keys[#ended_keys + 1] = 'qsvc:progress:' .. composite
   redis.pcall('ZREM', RQ .. ':executions:' .. id, ex)
-  redis.call('SREM', wex, composite)
   if not held then return was_accepted(id, ex) and 'ok' or 'lost' end
   local f = redis.call('HMGET', jk, unpack(FIELDS))
   if not f[1] then return 'deleted' end
@@ -181,6 +185,10 @@ end
 
 local replies = {}
 for at = 5, #ARGV, STEP do replies[#replies + 1] = finish_one(at) end
+if #ended > 0 then
+  redis.call('SREM', wex, unpack(ended))
+  redis.call('DEL', unpack(ended_keys))
+end
 if counts.finished > 0 then redis.call('HINCRBY', wkey, 'successful_job_count', counts.finished) end
 if counts.failed > 0 then redis.call('HINCRBY', wkey, 'failed_job_count', counts.failed) end
 if counts.working > 0 then

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from cli.options import json_option, print_json, redis_option, server
+from cli.options import json_option, print_json, redis_option, say, server
 from queue_service.batches import Batches
 
 
@@ -21,10 +21,13 @@ def command(newest: int, redis_url: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"object": "list", "data": [batch.to_object() for batch in found]})
         return
+    if not found:
+        say("no batches on this server")
     for batch in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch.timestamps["created_at"]))
         failed = f", {batch.failed} failed" if batch.failed else ""
+        cancelled = f", {batch.cancelled} cancelled" if batch.cancelled else ""
         click.echo(
             f"{batch.id}  {created}  {batch.status.value:<11}  "
-            f"{batch.ended}/{batch.total}{failed}  {batch.model}"
+            f"{batch.ended}/{batch.total}{failed}{cancelled}  {batch.model}"
         )

@@ -9,7 +9,7 @@ from cli.status_command import is_job
 from queue_service.batches import Batches
 
 
-@click.command("cancel")
+@click.command("cancel", short_help="Cancel what has not ended of a batch, or a job.")
 @click.argument("batch_or_job")
 @redis_option
 def command(batch_or_job: str, redis_url: str | None) -> None:

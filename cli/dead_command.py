@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from cli.options import json_option, print_json, redis_option, server
+from cli.options import json_option, print_json, redis_option, say, server
 from queue_service.dead_letter import DeadLetter
 
 
@@ -25,11 +25,15 @@ def _filters(wrapped: click.decorators.FC) -> click.decorators.FC:
 def list_(queue: str | None, code: str | None, redis_url: str | None, as_json: bool) -> None:
     """List failed jobs with the code and the reason, never their prompts."""
     with server(redis_url) as connection:
+        num_listed = 0
         for entry in DeadLetter(connection).entries(queue=queue, code=code):
+            num_listed += 1
             if as_json:
                 print_json(entry.to_object())
             else:
                 click.echo(f"{entry.job_id}  {entry.queue}  {entry.code}: {entry.message}")
+    if not num_listed and not as_json:
+        say("no failed jobs")
 
 
 @command.command("show")

@@ -8,7 +8,7 @@ from cli.options import redis_option, server
 from queue_service.batches import Batches
 
 
-@click.command("delete")
+@click.command("delete", short_help="Delete a batch from the server.")
 @click.argument("batch_id")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @redis_option

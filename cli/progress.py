@@ -63,6 +63,6 @@ class Progress:
         self._bar.update(
             self._task, description="running", completed=batch.ended, total=total, note=note
         )
-        if not self._console.is_terminal and now >= self._next_line:
+        if batch.total and not self._console.is_terminal and now >= self._next_line:
             self._next_line = now + _LINE_SECONDS
             self.note(f"{batch.ended} of {batch.total} done, {num_written} written, {note}")

@@ -18,9 +18,15 @@ from queue_service.results import BatchReader
 EXIT_SOME_FAILED = 1
 
 
-@click.command("results")
+@click.command("results", short_help="Write the results of a batch to a file.")
 @click.argument("batch_id")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The file to write or go on with.",
+)
 @click.option("--errors", type=click.Path(path_type=Path), help="A file for lines that failed.")
 @click.option("--follow", "is_following", is_flag=True, help="Go on until the batch has ended.")
 @click.option("--unordered", is_flag=True, help="In the order of the ends, not of the input.")
@@ -60,7 +66,10 @@ def command(
         else:
             while writer.advance():
                 pass
-    say(f"{writer.num_written} of {batch.total} lines in {output}, {batch.failed} failed")
+    cancelled = f", {batch.cancelled} cancelled or expired" if batch.cancelled else ""
+    say(
+        f"{writer.num_written} of {batch.total} lines in {output}, {batch.failed} failed{cancelled}"
+    )
     if writer.num_written < batch.total:
         say("the batch has not ended; --follow waits for the rest")
     if batch.failed or batch.cancelled:

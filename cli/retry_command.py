@@ -9,7 +9,7 @@ from cli.status_command import is_job
 from queue_service.batches import Batches
 
 
-@click.command("retry")
+@click.command("retry", short_help="Run failed and cancelled lines again.")
 @click.argument("batch_or_job")
 @redis_option
 def command(batch_or_job: str, redis_url: str | None) -> None:

@@ -17,18 +17,22 @@ EXIT_SOME_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
-@click.command("run")
+@click.command("run", short_help="Run a file of requests through a local model.")
 @click.argument("file")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Results.")
-@click.option("--errors", type=click.Path(path_type=Path), help="A file for lines that failed.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="A file for the results."
+)
+@click.option(
+    "--errors", type=click.Path(path_type=Path), help="A file of its own for lines that failed."
+)
 @click.option("--model", help="Hugging Face id, local folder, .gguf file (default: smollm2-135m).")
 @click.option("--unordered", is_flag=True, help="Write lines as they end, not in input order.")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
 @click.option("--new", "is_fresh", is_flag=True, help="Run again from the start; replaces -o.")
-@click.option("--slots", type=int, help="Rows in one batch.")
+@click.option("--slots", type=int, help="Most requests generated at once (default: 32).")
 @click.option("--dtype", help="Weights: auto, float32, float16, bfloat16 or stored.")
 @click.option("--blas-threads", type=int, help="CPU threads of OpenBLAS (Linux).")
-@click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one worker on each.")
+@click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one run or worker on each.")
 @json_option
 def command(
     file: str,
@@ -47,7 +51,8 @@ def command(
     """Run every line of FILE (JSONL, .gz, .zst, - for standard input) through a local model.
 
     No server to set up. Stopped or killed at any point, the same command goes on where it was
-    and repeats nothing that has a result.
+    and repeats nothing that has a result. Ctrl-C gives running requests ten seconds to end;
+    again: it stops at once.
     """
     from workers.local_run import LocalRun, RunOptions
     from workers.model_info import DEMO_MODEL

@@ -14,17 +14,19 @@ from queue_service.settings import RetentionSettings, SubmitSettings
 from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
 
 
-@click.command("submit")
+@click.command("submit", short_help="Queue the lines of a file on a Redis server.")
 @click.argument("file")
 @redis_option
-@click.option("--model", help="The model that answers; its queue is named after it.")
+@click.option("--model", help="The model that answers (default: any worker's).")
 @click.option("--alias", help="The alias of the model's workers (default: from --model).")
 @click.option("--priority", type=click.Choice(["high", "low"]), help="Before or after the rest.")
 @click.option("--key", default="", help="Tells submissions of the same file apart.")
 @click.option("--new", "is_fresh", is_flag=True, help="A fresh run, though the file ran before.")
 @click.option("--stream", is_flag=True, help="Write every line's text to its stream as it comes.")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
-@click.option("--expires-in", type=int, metavar="SECONDS", help="Give up unfinished lines then.")
+@click.option(
+    "--expires-in", type=int, metavar="SECONDS", help="Give up what has not ended by then."
+)
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Kept with the batch.")
 @json_option
 def command(
@@ -69,8 +71,9 @@ def command(
         print_json({**batch.to_object(), "is_new": submission.is_new})
         return
     click.echo(batch.id)
-    word = "queued" if submission.is_new else "was submitted before, nothing queued twice:"
-    say(f"{word} {batch.total} lines on {options.queue}, {batch.failed} of them failed or refused")
+    word = "submitted" if submission.is_new else "was submitted before, nothing queued twice:"
+    failed = f", {batch.failed} of them refused or failed already" if batch.failed else ""
+    say(f"{word} {batch.total} lines on {options.queue}{failed}")
     if not has_worker and not batch.status.is_final:
         say(f"no worker serves {options.queue} now; start one: qsvc worker --model …")
     say(f"follow it: qsvc results {batch.id} -o results.jsonl --follow")

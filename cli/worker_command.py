@@ -14,16 +14,16 @@ from queue_service.errors import ConfigurationError
 from queue_service.settings import PathSettings, RedisSettings, RetentionSettings, WorkerSettings
 
 
-@click.command("worker")
+@click.command("worker", short_help="Serve a model until Ctrl-C.")
 @click.option("--model", help="Hugging Face id, local folder, .gguf file, or smollm2-135m.")
 @click.option("--alias", help="Name of the model's queues (default: from the model's name).")
 @redis_option
 @click.option("--name", help="The worker's name in `rq info` (default: host, alias and slot).")
 @click.option("--queue", "queues", multiple=True, help="Another queue to claim from; repeatable.")
-@click.option("--slots", type=int, help="Rows in one batch.")
+@click.option("--slots", type=int, help="Most requests generated at once (default: 32).")
 @click.option("--dtype", help="Weights: auto, float32, float16, bfloat16 or stored.")
 @click.option("--blas-threads", type=int, help="CPU threads of OpenBLAS (Linux).")
-@click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one worker on each.")
+@click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one run or worker on each.")
 @click.option("--burst", is_flag=True, help="End when the queues are empty.")
 def command(
     model: str | None,

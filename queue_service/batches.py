@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -262,15 +261,9 @@ class Batches:
         batch = self.get(batch_id)
         if batch.status.is_final:
             return 0
-        self._connection.hset(
-            keys.batch(batch_id),
-            mapping={
-                "status": Status.CANCELLING.value,
-                "ending": ending.value,
-                "submitted": "1",
-                "cancelling_at": int(self._clock()),
-            },
-        )
+        args = [ending.value, int(self._clock())]
+        if not self._scripts.call("give_up", [keys.batch(batch_id)], args):
+            return 0
         return self._cancel_lines(batch)
 
     def resume_cancel(self, batch_id: str) -> int:
@@ -278,15 +271,16 @@ class Batches:
         return self._cancel_lines(self.get(batch_id))
 
     def _cancel_lines(self, batch: Batch) -> int:
+        cancelled = 0
+        for page in _batched(self.all_lines(batch.id), _PAGE_LINES):
+            cancelled += self._cancel_jobs([keys.job_id(batch.id, ref.line) for ref in page])
+        # Not before: a cancel that is killed must not leave queued lines that are in no list.
         lane = keys.rq_queue(keys.lane(batch.queue, batch.id))
         with self._connection.pipeline(transaction=True) as pipeline:
             pipeline.delete(lane)
             pipeline.srem(f"{keys.RQ}:queues", lane)
             pipeline.lrem(keys.lanes(batch.queue), 0, batch.id)
             pipeline.execute()
-        cancelled = 0
-        for page in _batched(self.all_lines(batch.id), _PAGE_LINES):
-            cancelled += self._cancel_jobs([keys.job_id(batch.id, ref.line) for ref in page])
         # Also with nothing left: it ends a batch all of whose lines had ended.
         return cancelled + self._cancel_jobs([], batch.id)
 
@@ -304,31 +298,11 @@ class Batches:
 
     def retry_jobs(self, job_ids: Iterable[str]) -> list[str]:
         """Give failed, stopped or cancelled jobs a new generation; return those that were."""
-        seconds, microseconds = self._connection.time()
         retried: list[str] = []
         for page in _batched(iter(job_ids), _PAGE_LINES):
             queued = self._scripts.call("retry", [], [utcformat(now()), *page])
             retried += [job_id.decode() for job_id in queued]
-        lines: defaultdict[str, set[bytes]] = defaultdict(set)
-        for job_id in retried:
-            batch_id, _, line = job_id.rpartition("-")
-            lines[batch_id].add(line.encode())
-        for batch_id in lines:
-            self._forget_endings(batch_id, lines[batch_id], seconds * 1000 + microseconds // 1000)
         return retried
-
-    def _forget_endings(self, batch_id: str, lines: set[bytes], until_ms: int) -> None:
-        """Drop the entries of lines that run again, so that each line has one at its end."""
-        done = keys.batch_done(batch_id)
-        start: bytes | str = "-"
-        while True:
-            entries: Any = self._connection.xrange(done, start, str(until_ms), count=_PAGE_LINES)
-            if not entries:
-                return
-            ids = [entry_id for entry_id, fields in entries if fields.get(b"l") in lines]
-            if ids:
-                self._connection.xdel(done, *ids)
-            start = b"(" + entries[-1][0]
 
     def forget(self, batch_id: str, refs: Sequence[LineRef]) -> None:
         """Delete the jobs and results of lines that have ended; the batch still counts them.

@@ -444,10 +444,12 @@ class Broker:
             for member in members
         ]
 
-    def put_off_aftercare(self, ended: Ended, seconds: int) -> None:
-        """Keep an aftercare that takes so many seconds more to ourselves."""
-        due = self._connection.time()[0] + seconds + _AFTERCARE_SECONDS
-        self._connection.zadd(keys.aftercare(ended.queue), {ended.member: due}, xx=True)
+    def put_off_aftercare(self, ended: Ended, seconds: int) -> bool:
+        """Keep an aftercare that takes so many seconds more to ourselves; False: it is done."""
+        moment, microseconds = self._connection.time()
+        due = moment + microseconds / 1e6 + seconds + _AFTERCARE_SECONDS
+        members = {ended.member: due}
+        return bool(self._connection.zadd(keys.aftercare(ended.queue), members, xx=True, ch=True))
 
     def cared_for(self, ended: Ended) -> None:
         """Forget an aftercare; it is done."""

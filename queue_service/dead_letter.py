@@ -49,7 +49,7 @@ class DeadLetter:
         self._scripts = Scripts(connection)
 
     def entries(self, *, queue: str | None = None, code: str | None = None) -> Iterator[DeadJob]:
-        """Yield the failed jobs, those that failed first first."""
+        """Yield the failed jobs, queue by queue."""
         for registry in self._registries(queue):
             members: Any = self._connection.zrange(registry, 0, -1)
             for member in members:

@@ -34,6 +34,7 @@ class Scripts:
         "due",
         "enqueue",
         "finish",
+        "give_up",
         "mark",
         "publish",
         "purge",

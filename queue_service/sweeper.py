@@ -5,6 +5,7 @@ Stock tools cancel, delete and empty without our scripts, so lines can end uncou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from queue_service.scripts import Arg, Scripts
 
 _PAGE_LINES = 500
 _PAGES_A_LOOK = 10
+_BATCHES_A_LOOK = 200
 _GONE = {
     "message": "the job was deleted from the server before it had an answer",
     "type": "server_error",
@@ -64,15 +66,12 @@ class Sweeper:
         """Look at the batches in progress; return how many lines were squared."""
         squared = 0
         moment = self._connection.time()[0]
-        members: Any = self._connection.zrange(keys.batches(), 0, -1)
         live: dict[str, int] = {}
-        for member in members:
-            batch_id = member.decode()
+        for batch_id in self._not_ended():
             try:
                 batch = self._current(batch_id, moment)
             except BatchNotFound:
-                self._connection.zrem(keys.batches(), batch_id)
-                continue
+                continue  # deleted just now
             if batch.status.is_final:
                 continue
             live[batch_id] = batch.ended
@@ -81,8 +80,30 @@ class Sweeper:
                     self._batches.resume_cancel(batch_id)
                 squared += sum(self._sweep_page(batch) for _ in range(_PAGES_A_LOOK))
         self._seen = live
+        self._position = {b: position for b, position in self._position.items() if b in live}
         self._close_some()
         return squared
+
+    def _not_ended(self) -> list[str]:
+        """Return the batches that have not ended; drop the ids of those that are gone.
+
+        Ended ones are kept for days: there may be many, and the worker waits meanwhile.
+        """
+        members: Any = self._connection.zrange(keys.batches(), 0, -1)
+        batch_ids = [member.decode() for member in members]
+        found = []
+        for start in range(0, len(batch_ids), _PAGE_LINES):
+            page = batch_ids[start : start + _PAGE_LINES]
+            with self._connection.pipeline(transaction=False) as pipeline:
+                for batch_id in page:
+                    pipeline.hget(keys.batch(batch_id), "status")
+                statuses = pipeline.execute()
+            for batch_id, status in zip(page, statuses, strict=True):
+                if status is None:
+                    self._connection.zrem(keys.batches(), batch_id)
+                elif not Status(status.decode()).is_final:
+                    found.append(batch_id)
+        return found
 
     def _current(self, batch_id: str, moment: int) -> Batch:
         """Return a batch, given up first if its time is over."""
@@ -95,24 +116,29 @@ class Sweeper:
 
     def _close_some(self) -> None:
         """Give the lines of ended batches their time to expire, some pages at a time."""
-        members: Any = self._connection.zrange(keys.closing(), 0, 0)
+        members: Any = self._connection.zrange(keys.closing(), 0, _BATCHES_A_LOOK - 1)
+        lines_left = _PAGES_A_LOOK * _PAGE_LINES
         for member in members:
-            batch_id = member.decode()
-            try:
-                batch = self._batches.get(batch_id)
-            except BatchNotFound:
-                self._connection.zrem(keys.closing(), batch_id)
-                continue
-            start = self._closed.get(batch_id, 0)
-            for _ in range(_PAGES_A_LOOK):
-                refs = self._batches.lines(batch_id, start=start, count=_PAGE_LINES)
-                if not refs or batch.kept_until is None:  # all done; or in progress once more
-                    self._connection.zrem(keys.closing(), batch_id)
-                    self._closed.pop(batch_id, None)
-                    return
+            if lines_left <= 0:
+                return
+            lines_left -= self._close(member.decode(), lines_left)
+
+    def _close(self, batch_id: str, most_lines: int) -> int:
+        """Go on with one ended batch; return how many lines were given their time."""
+        start = position = self._closed.pop(batch_id, 0)
+        with contextlib.suppress(BatchNotFound):
+            batch = self._batches.get(batch_id)
+            while batch.kept_until is not None:  # else it is in progress once more
+                refs = self._batches.lines(batch_id, start=position, count=_PAGE_LINES)
                 self._expire_lines(batch, refs, batch.kept_until)
-                start += len(refs)
-                self._closed[batch_id] = start
+                position += len(refs)
+                if len(refs) < _PAGE_LINES:
+                    break
+                if position - start >= most_lines:
+                    self._closed[batch_id] = position
+                    return position - start
+        self._connection.zrem(keys.closing(), batch_id)
+        return position - start
 
     def _expire_lines(self, batch: Batch, refs: list[LineRef], moment: int) -> None:
         with self._connection.pipeline(transaction=False) as pipeline:
@@ -137,8 +163,4 @@ class Sweeper:
         args: list[Arg] = [batch_id, gone]
         for ref in refs:
             args += [ref.line, json.dumps(ref.custom_id, ensure_ascii=False)]
-        script_keys = [
-            keys.batch(batch_id),
-            keys.batch_errors(batch_id),
-        ]
-        return int(self._scripts.call("sweep", script_keys, args))
+        return int(self._scripts.call("sweep", [keys.batch(batch_id)], args))

@@ -11,13 +11,14 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from redis import Redis, RedisError
 from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
-from rq.rate_limit import release_slot
+from rq.rate_limit import RateLimitRegistry, release_slot
 
 from queue_service.broker import Broker, Ended, Ending
 from queue_service.rqcompat import SafeJob, SafeQueue
@@ -27,6 +28,13 @@ logger = logging.getLogger(__name__)
 CALLBACK = (sys.executable, "-m", "workers.callback")
 _THREADS = 2
 _LONGEST_CALLBACK_SECONDS = 3600
+# A callback that runs when its worker ends gets so long to end too.
+_STOP_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+
+class _Interrupted(Exception):
+    """The worker ends, and its callback was ended with it."""
 
 
 class Aftercare:
@@ -53,6 +61,9 @@ class Aftercare:
         self._command = command
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="aftercare")
         self._busy: set[Ended] = set()
+        self._callbacks: set[subprocess.Popen[str]] = set()
+        self._is_tidying = False
+        self._stopping = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -69,14 +80,46 @@ class Aftercare:
             self._busy.add(ended)
         self._pool.submit(self._run, ended)
 
+    def tidy(self, queues: Sequence[str]) -> None:
+        """Begin to repair what an aftercare that was cut off left half-way; returns at once."""
+        with self._lock:
+            if self._is_tidying:
+                return
+            self._is_tidying = True
+        self._pool.submit(self._tidy, queues)
+
     def stop(self) -> None:
-        """Wait for what runs; what has not begun stays due for another worker."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """End within seconds; what is not done by then stays due for another worker."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while self._callbacks and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        with self._lock:
+            self._stopping.set()
+            for process in self._callbacks:
+                process.kill()
+        self._pool.shutdown(wait=True)
+
+    def _tidy(self, queues: Sequence[str]) -> None:
+        try:
+            for queue in queues:
+                SafeQueue(queue, connection=self._connection).ready_job_registry.cleanup()
+            for limit in RateLimitRegistry.all(self._connection):
+                limit.cleanup()
+        except RedisError as error:
+            logger.warning("dependents and rate limits not looked after (%s)", error)
+        finally:
+            with self._lock:
+                self._is_tidying = False
 
     def _run(self, ended: Ended) -> None:
         try:
-            self._see_to_one(ended)
-            self._broker.cared_for(ended)
+            # Another worker may have done it while it waited here.
+            if self._broker.put_off_aftercare(ended, 0):
+                self._see_to_one(ended)
+                self._broker.cared_for(ended)
+        except _Interrupted:
+            logger.warning("callback cut off, another worker runs it again job=%s", ended.job_id)
         except RedisError as error:
             logger.warning("aftercare put off job=%s (%s)", ended.job_id, error)
         except Exception:  # the top of one job's aftercare; it is due again later
@@ -122,17 +165,32 @@ class Aftercare:
         }
         self._broker.put_off_aftercare(ended, seconds)
         try:
-            done = subprocess.run(
-                self._command,
-                input=json.dumps(request),
-                text=True,
-                timeout=seconds,
-                check=False,
-                stdout=subprocess.DEVNULL,
-            )
-            problem = f"exit code {done.returncode}" if done.returncode else None
-        except subprocess.TimeoutExpired:
-            problem = f"it ran longer than {seconds} seconds"
+            problem = self._call(json.dumps(request), seconds)
+        except _Interrupted:
+            self._broker.put_off_aftercare(ended, 0)
+            raise
         if problem:
             logger.error("callback failed job=%s callback=%s: %s", job.id, allowed_name, problem)
             self._broker.note_callback_error(job.id, f"{allowed_name}: {problem}")
+
+    def _call(self, request: str, seconds: int) -> str | None:
+        """Run a callback's process to its end; return what went wrong, None when nothing did."""
+        with self._lock:
+            if self._stopping.is_set():
+                raise _Interrupted
+            process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            )
+            self._callbacks.add(process)
+        try:
+            process.communicate(request, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return f"it ran longer than {seconds} seconds"
+        finally:
+            with self._lock:
+                self._callbacks.discard(process)
+        if process.returncode < 0 and self._stopping.is_set():
+            raise _Interrupted
+        return f"exit code {process.returncode}" if process.returncode else None

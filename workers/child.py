@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO, TypedDict
 
 from redis import Redis
+from redis.exceptions import RedisError
 from rq.version import VERSION as RQ_VERSION
 
 from queue_service.broker import Broker
@@ -113,7 +114,7 @@ def run_child(load: Loader) -> int:
     except (ConfigurationError, ModelUnavailable) as error:
         reporter.report("fatal", message=str(error), kind=type(error).__name__)
         return EXIT_CONFIGURATION
-    except QsvcError as error:
+    except (QsvcError, RedisError) as error:
         reporter.report("failed", message=str(error))
         logger.error("%s", error)
         return EXIT_FAILED

@@ -299,8 +299,8 @@ class LocalRun:
                 )
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{error}; or, if {self._options.file} has changed since, say --new to replace "
-                "the results and run it from the start"
+                f"{error}; or, if {self._options.file}, --errors or --unordered has changed since, "
+                "say --new to replace the results and run it from the start"
             ) from error
         return output, before
 

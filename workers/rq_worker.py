@@ -25,7 +25,6 @@ from redis.exceptions import (
     TimeoutError,
 )
 from rq.exceptions import NoSuchJobError
-from rq.rate_limit import RateLimitRegistry
 from rq.suspension import is_suspended
 from rq.timeouts import BaseDeathPenalty
 from rq.utils import now
@@ -531,11 +530,7 @@ class BatchWorker(BaseWorker):
             logger.warning("jobs of a lost worker put back jobs=%d", len(back))
         for ended in self._broker.due_aftercare():
             self._aftercare.see_to(ended)
-        for rq_queue in self.queues:
-            # Dependents that an aftercare which did not come to its end left half-way.
-            rq_queue.ready_job_registry.cleanup()
-        for limit in RateLimitRegistry.all(self.connection):
-            limit.cleanup()
+        self._aftercare.tidy(self.queue_names())
         self._broker.forget_expired()
         self._sweeper.sweep()
 

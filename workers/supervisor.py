@@ -151,7 +151,9 @@ class Supervisor:
         try:
             event = json.loads(line)
         except ValueError:
-            logger.warning("worker said: %s", line.rstrip())
+            event = None
+        if not isinstance(event, dict) or "event" not in event:
+            logger.warning("worker said: %s", line.rstrip())  # a library printed it
             return
         if event["event"] == "fatal":
             is_model = event.get("kind") == ModelUnavailable.__name__

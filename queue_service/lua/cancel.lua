@@ -15,6 +15,7 @@ for i = 4, #ARGV do
   local f = redis.call('HMGET', jk, 'status', 'worker_name', 'origin', 'qsvc_batch', 'qsvc_line')
   if f[1] and f[3] and not ENDED[f[1]] then
     n = n + 1
+    redis.call('PERSIST', jk)  -- first, so that a full server takes a cancel
     redis.call('HSET', jk, 'status', 'canceled', 'ended_at', iso, 'qsvc_settled', 'cancelled')
     redis.call('HDEL', jk, 'qsvc_execution')
     for _, registry in ipairs({':scheduled:', ':deferred:', ':ready:'}) do

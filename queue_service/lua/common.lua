@@ -66,13 +66,21 @@ local function close_batch(key)
   end
 end
 
+-- The job of a batch's line. It names the line's entry in <batch>:done, so that this can go when
+-- the line runs again: each line has one.
+local function line_job_key(key, line)
+  return job_key(string.sub(key, #batch_key('') + 1) .. '-' .. line)
+end
+
 -- Note how a line of a batch ended; false when it had ended already. The caller counts it.
 local function note_outcome(key, line, outcome)
   local bits, at = key .. ':outcomes', '#' .. line
   local before = redis.pcall('BITFIELD', bits, 'GET', 'u2', at)
   if before[1] ~= 0 then return false end  -- also when the hash named no line
   redis.call('BITFIELD', bits, 'SET', 'u2', at, OUTCOME_BITS[outcome])
-  redis.call('XADD', key .. ':done', '*', 'l', line, 's', outcome)
+  local entry = redis.call('XADD', key .. ':done', '*', 'l', line, 's', outcome)
+  local jk = line_job_key(key, line)
+  if redis.call('EXISTS', jk) == 1 then redis.call('HSET', jk, 'qsvc_done', entry) end
   return true
 end
 
@@ -82,6 +90,13 @@ local function settle_line(key, line, outcome)
   redis.call('HINCRBY', key, outcome, 1)
   close_batch(key)
   return true
+end
+
+-- Keep the error of a line whose job is gone, for as long as its batch is kept.
+local function keep_error(key, line, err)
+  redis.call('HSET', key .. ':errors', line, err)
+  local milliseconds = redis.call('PTTL', key)
+  if milliseconds > 0 then redis.call('PEXPIRE', key .. ':errors', milliseconds) end
 end
 
 -- Take a batch that had ended, or was about to, back into progress.
@@ -102,5 +117,7 @@ local function reopen_line(key, line)
   local before = redis.pcall('BITFIELD', key .. ':outcomes', 'SET', 'u2', '#' .. line, 0)[1]
   if not OUTCOMES[before] then return end
   redis.call('HINCRBY', key, OUTCOMES[before], -1)
+  local entry = redis.call('HGET', line_job_key(key, line), 'qsvc_done')
+  if entry then redis.call('XDEL', key .. ':done', entry) end
   reopen_batch(key)
 end

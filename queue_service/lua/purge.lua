@@ -10,7 +10,7 @@ for i = 1, #ARGV, 2 do
   local f = redis.call('HMGET', jk, 'status', 'origin', 'qsvc_batch', 'qsvc_line')
   if f[1] == 'failed' or f[1] == 'stopped' then
     if is_set(f[3]) and redis.call('EXISTS', batch_key(f[3])) == 1 then
-      redis.call('HSET', batch_key(f[3]) .. ':errors', f[4], ARGV[i + 1])
+      keep_error(batch_key(f[3]), f[4], ARGV[i + 1])
       settle_line(batch_key(f[3]), f[4], 'failed')  -- when a stock tool failed it
     end
     redis.call('ZREM', RQ .. ':failed:' .. (f[2] or ''), id)

@@ -11,8 +11,9 @@ for _, composite in ipairs(redis.call('ZRANGEBYSCORE', wip, '-inf', limit, 'LIMI
   local id, ex = string.match(composite, '^(.*):(.*)$')
   end_execution(wip, nil, id, ex)
   local jk = job_key(id)
-  local f = redis.call('HMGET', jk, 'status', 'worker_name')
-  if f[1] == 'started' then
+  local f = redis.call('HMGET', jk, 'status', 'worker_name', 'qsvc_execution')
+  -- Not one that another execution runs by now; stock workers name none.
+  if f[1] == 'started' and (f[3] or ex) == ex then
     if is_set(f[2]) then
       redis.call('SREM', RQ .. ':worker:' .. f[2] .. ':executions', composite)
     end

@@ -1,11 +1,10 @@
 -- SWEEP: square a batch with lines that stock RQ tools cancelled, failed, deleted or emptied.
--- KEYS 1 qsvc:batch:<id>  2 qsvc:batch:<id>:errors
+-- KEYS 1 qsvc:batch:<id>
 -- ARGV 1 batch id  2 error (JSON without its last brace) for a job that is gone
 --      then pairs: line number, custom id as JSON
 -- Reads also rq:job:<id>. Writes also the batch's other keys.
 -- Returns how many lines were counted as ended.
-local batch, errors = unpack(KEYS)
-local squared = 0
+local batch, squared = KEYS[1], 0
 local ENDINGS = {canceled = 'cancelled', failed = 'failed', stopped = 'failed',
   finished = 'completed'}
 for i = 3, #ARGV, 2 do
@@ -18,7 +17,7 @@ for i = 3, #ARGV, 2 do
     squared = squared + 1
     if not status then
       local text = ARGV[2] .. ',"line":' .. line .. ',"custom_id":' .. ARGV[i + 1] .. '}'
-      redis.call('HSETNX', errors, line, text)
+      keep_error(batch, line, text)
     end
   end
 end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from rq.job import Job
 from queue_service import keys
 from queue_service.batch_file import open_batch
 from queue_service.batches import Batches, Status
+from queue_service.dead_letter import DeadLetter
 from queue_service.errors import BatchNotFound, JobNotFound
+from queue_service.output import CompletionOrder
 from queue_service.results import BatchReader
+from queue_service.rqcompat import SafeJob
+from queue_service.scripts import Scripts
 from queue_service.settings import RetentionSettings
 from queue_service.submission import SubmitOptions, submit_file
+from queue_service.sweeper import Sweeper
 from tests.cli_helpers import HandWorker, chat_lines, content_of, wait_until, write_lines
 
 QUEUE = "qsvc:tests"
@@ -113,6 +119,22 @@ def test_an_ended_batch_is_kept_for_as_long_as_was_asked(redis: Redis, tmp_path:
     assert all(0 < redis.ttl(key) <= 1000 for key in batch_keys)
 
 
+def test_the_error_of_a_line_whose_job_is_gone_is_kept_no_longer_than_its_batch(
+    redis: Redis, tmp_path: Path
+) -> None:
+    batch_id = submit(redis, tmp_path, chat_lines(2), result_seconds=1000)
+    worker = HandWorker(redis, QUEUE)
+    failed, deleted = worker.claim()
+    worker.fail(failed)
+    Job.fetch(deleted.job_id, connection=redis, serializer="json").delete()
+    Sweeper(redis).square(batch_id, list(Batches(redis).all_lines(batch_id)))
+    assert Batches(redis).get(batch_id).status is Status.COMPLETED
+    assert 0 < redis.ttl(keys.batch_errors(batch_id)) <= 1000
+    redis.delete(keys.batch_errors(batch_id))
+    assert DeadLetter(redis).purge([failed.job_id]) == 1
+    assert 0 < redis.ttl(keys.batch_errors(batch_id)) <= 1000
+
+
 def test_a_cancel_ends_queued_lines_at_once_and_keeps_finished_work(
     redis: Redis, tmp_path: Path
 ) -> None:
@@ -149,6 +171,93 @@ def test_a_cancel_tells_the_worker_that_runs_the_lines(redis: Redis, tmp_path: P
         Batches(redis).cancel(batch_id)
         message = wait_until(lambda: channel.get_message(timeout=0.1), "a message")
     assert json.loads(message["data"]) == {"command": "qsvc-beat"}
+
+
+def test_a_cancel_that_was_killed_leaves_no_line_that_nobody_runs(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = submit(redis, tmp_path, chat_lines(3))
+    worker = HandWorker(redis, QUEUE)
+    worker.fail(*worker.claim(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Scripts, "call", _killed_before("cancel"))
+        with pytest.raises(InterruptedError):
+            Batches(redis).cancel(batch_id)
+    assert Batches(redis).retry_failed(batch_id) == 1
+    assert worker.answer_all() == 3
+    assert Batches(redis).get(batch_id).status is Status.COMPLETED
+
+
+def _killed_before(script: str) -> Callable[..., Any]:
+    call = Scripts.call
+
+    def call_or_die(scripts: Scripts, name: str, *args: Any) -> Any:
+        if name == script:
+            raise InterruptedError
+        return call(scripts, name, *args)
+
+    return call_or_die
+
+
+def test_a_cancel_of_a_batch_that_is_deleted_meanwhile_leaves_nothing(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = submit(redis, tmp_path, chat_lines(1))
+    batches, before = Batches(redis), Batches(redis).get(batch_id)
+    Batches(redis).delete(batch_id)
+    monkeypatch.setattr(batches, "get", lambda _: before)
+    assert batches.cancel(batch_id) == 0
+    assert not redis.exists(keys.batch(batch_id))
+
+
+def test_a_batch_that_ends_while_it_is_cancelled_stays_completed(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = submit(redis, tmp_path, chat_lines(1))
+    batches, before = Batches(redis), Batches(redis).get(batch_id)
+    HandWorker(redis, QUEUE).answer_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "get", lambda _: before)
+        assert batches.cancel(batch_id) == 0
+    assert batches.get(batch_id).status is Status.COMPLETED
+
+
+def test_a_full_server_takes_a_delete_that_makes_room(redis: Redis, tmp_path: Path) -> None:
+    batch_id = submit(redis, tmp_path, chat_lines(3))
+    redis.config_set("maxmemory", "1mb")
+    try:
+        Batches(redis).delete(batch_id)
+    finally:
+        redis.config_set("maxmemory", "0")
+    assert list(redis.scan_iter(f"*{batch_id}*")) == []
+
+
+def test_the_jobs_of_many_small_batches_get_their_time_to_expire(
+    redis: Redis, tmp_path: Path
+) -> None:
+    job_ids = [
+        f"{submit(redis, tmp_path, chat_lines(1, start=i), result_seconds=1000)}-1"
+        for i in range(10)
+    ]
+    HandWorker(redis, QUEUE).answer_all()
+    Sweeper(redis).sweep_now()
+    assert all(0 < redis.ttl(keys.rq_job(job_id)) <= 1000 for job_id in job_ids)
+    assert redis.zcard(keys.closing()) == 0
+
+
+def test_a_line_that_ran_again_is_written_once_in_completion_order(
+    redis: Redis, tmp_path: Path
+) -> None:
+    batch_id = submit(redis, tmp_path, chat_lines(4))
+    worker = HandWorker(redis, QUEUE)
+    retried, requeued, *others = worker.claim()
+    worker.fail(retried, requeued)
+    Batches(redis).retry_jobs([retried.job_id])
+    SafeJob.fetch(requeued.job_id, connection=redis).requeue()
+    worker.answer(*others)
+    worker.answer_all()
+    refs = CompletionOrder(redis, batch_id).peek(10)
+    assert sorted(ref.line for ref in refs) == [1, 2, 3, 4]
 
 
 def test_a_second_cancel_changes_nothing(redis: Redis, tmp_path: Path) -> None:

@@ -385,6 +385,20 @@ def test_burying_a_worker_hands_its_jobs_back_at_once_and_signs_it_off(
     assert bury_worker(redis, "w1") == []
 
 
+def test_a_lease_left_of_an_earlier_execution_takes_the_job_from_nobody(
+    redis: Redis, broker: Broker
+) -> None:
+    job = enqueue_chat(redis, "a", NORMAL)
+    [lost] = claim(broker)
+    end_lease(redis, lost)
+    redis.delete(f"rq:executions:{job.id}")  # it expires, and the lease stays while nobody reaps
+    redis.hset(keys.rq_job(job.id), "status", "queued")
+    redis.rpush(keys.rq_queue(NORMAL), job.id)
+    [running] = claim(broker)
+    assert broker.reap() == []
+    assert broker.finish([(running, ANSWER)]) == ["ok"]
+
+
 def test_one_worker_at_a_time_has_the_turn_to_reap(redis: Redis, broker: Broker) -> None:
     other = make_broker(redis, "w2")
     assert broker.may_reap(seconds=0.05)

@@ -102,15 +102,15 @@ def test_the_list_names_code_and_reason_and_no_prompt(redis: Redis, qsvc: Qsvc) 
     assert f"{first.id}  {QUEUE}  timeout: it failed: timeout" in shown.splitlines()
     assert len(shown.splitlines()) == 3
 
-    def listed(*filters: str) -> list[str]:
+    def listed(*filters: str) -> set[str]:
         lines = qsvc("dead", "list", "--json", *filters)[1].splitlines()
-        return [json.loads(line)["job_id"] for line in lines]
+        return {json.loads(line)["job_id"] for line in lines}
 
-    assert listed() == [first.id, second.id, third.id]
-    assert listed("--queue", QUEUE) == [first.id, second.id]
-    assert listed("--code", "timeout") == [first.id, third.id]
-    assert listed("--code", "timeout", "--queue", OTHER) == [third.id]
-    assert listed("--code", "no such") == []
+    assert listed() == {first.id, second.id, third.id}
+    assert listed("--queue", QUEUE) == {first.id, second.id}
+    assert listed("--code", "timeout") == {first.id, third.id}
+    assert listed("--code", "timeout", "--queue", OTHER) == {third.id}
+    assert listed("--code", "no such") == set()
 
 
 def test_one_failed_job_is_shown_with_its_batch_and_attempts(

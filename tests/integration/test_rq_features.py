@@ -391,6 +391,23 @@ def test_a_long_callback_stays_with_its_worker(redis: Redis, redis_url: str) -> 
         os.kill(note["pid"], 9)
 
 
+def test_a_worker_does_not_wait_long_for_a_callback_when_it_ends(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.aftercare._STOP_SECONDS", 0.3)
+    with busy_worker(redis, redis_url, callbacks=[HANG]):
+        job = enqueue(redis, "x", on_success=Callback(HANG, timeout=600))
+        child = enqueue(redis, "child", depends_on=job)
+        [note] = eventually(lambda: notes(redis, job), "the callback runs")
+    with pytest.raises(ProcessLookupError):
+        os.kill(note["pid"], 0)
+    scored: Any = redis.zrange(keys.aftercare(QUEUE), 0, -1, withscores=True)
+    [(_, due)] = scored
+    moment: Any = redis.time()
+    assert due <= moment[0] + 121, "another worker does it soon"
+    assert status(child) == "deferred"
+
+
 @pytest.mark.parametrize("kind", ["on_success", "on_failure", "on_stopped"])
 def test_a_callback_that_is_not_allowed_fails_the_job_before_it_runs_and_is_not_imported(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -598,8 +615,11 @@ def test_a_limited_job_that_is_canceled_while_it_runs_makes_room(
 ) -> None:
     limit = RateLimit("one", concurrency=1)
     with busy_worker(redis, redis_url) as worker:
-        running, waiting = (enqueue(redis, LONG_TEXT, rate_limit=limit) for _ in range(2))
-        dropped, last = (enqueue(redis, "short", rate_limit=limit) for _ in range(2))
+        # RQ orders those of one second by their ids.
+        running, waiting, dropped, last = (
+            enqueue(redis, text, job_id=job_id, rate_limit=limit)
+            for text, job_id in ((LONG_TEXT, "a"), (LONG_TEXT, "b"), ("short", "c"), ("short", "d"))
+        )
         eventually(lambda: len(worker.engine.rows) == 4, "the first runs")
         running.cancel()
         wait_for(waiting, "started")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 from redis import Redis
+from redis.exceptions import ConnectionError
 from rq import Queue
 from rq.job import Job
 
@@ -22,6 +24,7 @@ from queue_service.connection import connect
 from queue_service.errors import BatchConflict, BatchFileError
 from queue_service.local_server import LocalServer
 from queue_service.results import BatchReader
+from queue_service.scripts import Scripts
 from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
 from queue_service.submission import Submission, SubmitOptions, submit_file, wait_for_disk
 from tests.cli_helpers import (
@@ -207,6 +210,58 @@ def test_a_submit_killed_half_way_is_completed_by_the_next(redis: Redis, tmp_pat
     assert (batch.total, batch.completed, batch.failed) == (19, 18, 1)
     ended = ended_lines_of(redis, batch_id)
     assert [line["id"].rsplit("-", 1)[1] for line in ended] == [str(i) for i in range(1, 20)]
+
+
+@pytest.fixture
+def before_enqueue(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[], None]]]:
+    """What to do right before the first, second … chunk is sent, by its number."""
+    actions: dict[int, Callable[[], None]] = {}
+    call, numbers = Scripts.call, itertools.count(1)
+
+    def call_after_action(scripts: Scripts, name: str, *args: Any) -> Any:
+        if name == "enqueue":
+            actions.get(next(numbers), lambda: None)()
+        return call(scripts, name, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scripts, "call", call_after_action)
+        yield actions
+
+
+def test_a_chunk_that_did_not_arrive_is_sent_by_the_next_submit(
+    redis: Redis, tmp_path: Path, before_enqueue: dict[int, Callable[[], None]]
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(10))
+
+    def lose_the_connection() -> None:
+        raise ConnectionError("the connection broke")
+
+    before_enqueue[2] = lose_the_connection
+    with pytest.raises(ConnectionError):
+        submit(redis, path, chunk_lines=2)
+    batch = submit(redis, path, chunk_lines=2).batch
+    assert (batch.total, batch.is_submitted) == (10, True)
+    assert queued(redis) == [f"{batch.id}-{i}" for i in range(1, 11)]
+
+
+def test_lines_that_a_crashed_server_forgot_are_added_again(
+    redis: Redis, tmp_path: Path, before_enqueue: dict[int, Callable[[], None]]
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(10))
+    kept: dict[bytes, Any] = {}
+
+    def write_to_disk() -> None:
+        kept.update({key: redis.dump(key) for key in redis.scan_iter()})
+
+    def come_back_after_a_crash() -> None:
+        redis.flushdb()
+        for key, value in kept.items():
+            redis.restore(key, 0, value)
+
+    before_enqueue[2], before_enqueue[4] = write_to_disk, come_back_after_a_crash
+    batch = submit(redis, path, chunk_lines=2).batch
+    assert (batch.total, batch.is_submitted) == (10, True)
+    assert queued(redis) == [f"{batch.id}-{i}" for i in range(1, 11)]
 
 
 def test_another_key_or_queue_gives_another_batch(redis: Redis, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_suspects_run_one_at_a_time_when_nothing_else_runs(redis: Redis, redis_u
     assert [deaths(redis, job) for job in suspects] == [0] * 3
 
 
-@pytest.mark.parametrize("num_poison", [1, 2])
+@pytest.mark.parametrize("num_poison", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_poison_among_innocent_jobs_is_dead_lettered_and_hurts_none_of_them(
     redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, num_poison: int
 ) -> None:

@@ -158,14 +158,15 @@ for i in range(40):
     assert supervised.num_starts == 1
 
 
+@pytest.mark.parametrize("line", ["a library says hello", "42", '{"loss": 0.5}'])
 def test_a_line_that_is_no_report_is_logged(
-    settings: ChildSettings, caplog: pytest.LogCaptureFixture
+    settings: ChildSettings, caplog: pytest.LogCaptureFixture, line: str
 ) -> None:
-    program = 'print("a library says hello", flush=True); report("ready")'
+    program = f'print({line!r}, flush=True); report("ready")'
     with supervised_worker(settings, command=child(program)) as supervised:
         supervised.join()
     assert supervised.num_starts == 1
-    assert "a library says hello" in caplog.text
+    assert f"worker said: {line}" in caplog.text
 
 
 def test_a_second_worker_on_a_device_slot_is_refused_with_the_holders_pid(tmp_path: Path) -> None:

@@ -94,5 +94,5 @@ def _chosen(
     if everything == bool(job_ids):
         raise click.UsageError("name jobs, or say --all (with --queue or --code to narrow it)")
     if job_ids:
-        return list(job_ids)
+        return [dead.entry(job_id).job_id for job_id in job_ids]  # one that has not failed raises
     return [entry.job_id for entry in dead.entries(queue=queue, code=code)]

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from cli.options import redis_option, say, server
-from queue_service.batches import Batch, Batches
+from cli.progress import Progress
+from queue_service.batches import Batches
 from queue_service.errors import ConfigurationError
 from queue_service.follow import follow
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
@@ -60,9 +61,15 @@ def command(
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}, or replace it with --overwrite") from error
         if is_following:
-            batch = follow(
-                connection, batch_id, writer, on_update=_ignore, should_stop=lambda: False
-            )
+            with Progress(is_shown=True) as progress:
+                batch = follow(
+                    connection,
+                    batch_id,
+                    writer,
+                    on_update=progress.update,
+                    should_stop=lambda: False,
+                    on_outage=lambda error: progress.note(f"waiting for the server ({error})"),
+                )
         else:
             while writer.advance():
                 pass
@@ -74,6 +81,3 @@ def command(
         say("the batch has not ended; --follow waits for the rest")
     if batch.failed or batch.cancelled:
         sys.exit(EXIT_SOME_FAILED)
-
-
-def _ignore(batch: Batch, num_written: int) -> None: ...

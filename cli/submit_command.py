@@ -25,7 +25,10 @@ from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
 @click.option("--stream", is_flag=True, help="Write every line's text to its stream as it comes.")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
 @click.option(
-    "--expires-in", type=int, metavar="SECONDS", help="Give up what has not ended by then."
+    "--expires-in",
+    type=click.IntRange(min=1),
+    metavar="SECONDS",
+    help="Give up what has not ended by then.",
 )
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Kept with the batch.")
 @json_option
@@ -64,7 +67,7 @@ def command(
             if finding.fix:
                 say(f"server: {finding.what}; {finding.fix}")
         submission = submit_file(connection, opened, options)
-        wait_for_disk(connection)
+        is_on_disk = wait_for_disk(connection)
         batch = submission.batch
         has_worker = bool(connection.scard(f"{keys.RQ}:workers:{options.queue}"))
     if as_json:
@@ -74,6 +77,8 @@ def command(
     word = "submitted" if submission.is_new else "was submitted before, nothing queued twice:"
     failed = f", {batch.failed} of them refused or failed already" if batch.failed else ""
     say(f"{word} {batch.total} lines on {options.queue}{failed}")
+    if not is_on_disk:
+        say("the server cannot say that the lines are on its disk; a crash of it may lose them")
     if not has_worker and not batch.status.is_final:
         say(f"no worker serves {options.queue} now; start one: qsvc worker --model …")
     say(f"follow it: qsvc results {batch.id} -o results.jsonl --follow")

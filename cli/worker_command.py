@@ -43,6 +43,7 @@ def command(
     front of their queues. Again: at once.
     """
     from workers.child_settings import ChildSettings
+    from workers.logs import configure_logging
     from workers.supervisor import (
         Supervisor,
         default_slot,
@@ -75,6 +76,7 @@ def command(
     # A mistake in the URL shows here; a server that goes away later is waited for.
     with server(redis_url) as connection:
         check_server(connection)
+    configure_logging(worker.log_level)
     supervisor = Supervisor(settings)
 
     def stop(signum: int, frame: FrameType | None) -> None:

@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from redis import Redis
-from redis.client import Pipeline
 from rq.utils import now, utcformat
 
 from queue_service import keys
@@ -309,23 +308,12 @@ class Batches:
 
         For the sole reader of a batch, who has the results on disk.
         """
-        queue = self.get(batch_id).queue
-        with self._connection.pipeline(transaction=False) as pipeline:
-            self._delete_jobs(pipeline, queue, [keys.job_id(batch_id, ref.line) for ref in refs])
-            pipeline.hincrby(keys.batch(batch_id), "forgotten", len(refs))
-            pipeline.execute()
+        self._delete_jobs(self.get(batch_id), refs)
+        self._connection.hincrby(keys.batch(batch_id), "forgotten", len(refs))
 
-    @staticmethod
-    def _delete_jobs(pipeline: Pipeline, queue: str, job_ids: Sequence[str]) -> None:
-        for job_id in job_ids:
-            pipeline.delete(
-                keys.rq_job(job_id),
-                keys.rq_results(job_id),
-                keys.stream(job_id),
-                f"{keys.RQ}:executions:{job_id}",
-            )
-            for registry in (keys.rq_finished, keys.rq_failed, keys.rq_canceled):
-                pipeline.zrem(registry(queue), job_id)
+    def _delete_jobs(self, batch: Batch, refs: Sequence[LineRef]) -> None:
+        job_ids = [keys.job_id(batch.id, ref.line) for ref in refs]
+        self._scripts.call("delete", [], [batch.queue, *job_ids])
 
     def delete(self, batch_id: str) -> None:
         """Cancel a batch and delete it with everything it owns: jobs, results, streams.
@@ -336,10 +324,7 @@ class Batches:
         batch = self.get(batch_id)
         self.cancel(batch_id)
         for page in _batched(self.all_lines(batch_id), _PAGE_LINES):
-            with self._connection.pipeline(transaction=False) as pipeline:
-                job_ids = [keys.job_id(batch_id, ref.line) for ref in page]
-                self._delete_jobs(pipeline, batch.queue, job_ids)
-                pipeline.execute()
+            self._delete_jobs(batch, page)
         self._connection.delete(
             keys.batch(batch_id),
             keys.batch_lines(batch_id),

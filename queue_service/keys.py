@@ -145,6 +145,11 @@ def submit_key(queue: str, key: str) -> str:
     return f"{PREFIX}:key:{queue}:{digest}"
 
 
+def synced() -> str:
+    """Written to ask whether everything before it is on the server's disk."""
+    return f"{PREFIX}:synced"
+
+
 def closing() -> str:
     """Sorted set of ended batches whose lines still have to be given their time to expire."""
     return f"{PREFIX}:closing"

@@ -23,6 +23,7 @@ from queue_service.responses import output_line_id
 from queue_service.results import BatchReader, custom_ids
 
 PAGE_LINES = 200
+_SHOWN_FAILURES = 3
 
 
 class OutputFile:
@@ -34,6 +35,11 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if str(path) == "-":
+            raise ConfigurationError(
+                "results go to a file, not to standard output: the file says how far they are; "
+                "name one with -o"
+            )
         try:
             self._file: BinaryIO = path.open("ab+")
         except OSError as exc:
@@ -72,9 +78,15 @@ class OutputFile:
         if not lines:
             return
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        self._file.write(data.encode("utf-8", "replace"))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(data.encode("utf-8", "replace"))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as exc:
+            raise ConfigurationError(
+                f"cannot write {self.path}: {exc.strerror}; nothing is lost: make room, then run "
+                "the same command again"
+            ) from exc
 
     def close(self) -> None:
         """Close the file."""
@@ -164,6 +176,7 @@ class BatchOutput:
         self._errors = errors
         self._on_written = on_written
         self.num_written = 0
+        self.first_failures: list[str] = []
 
     def resume(self) -> int:
         """Find how far the files are, cut off the rest, and return how many lines are there.
@@ -210,6 +223,10 @@ class BatchOutput:
         else:
             self._output.append([line for line in lines if line["error"] is None])
             self._errors.append([line for line in lines if line["error"] is not None])
+        for line in lines:
+            if line["error"] is not None and len(self.first_failures) < _SHOWN_FAILURES:
+                name, error = line["custom_id"] or "a line without an id", line["error"]
+                self.first_failures.append(f"{name}: {error['code']}: {error['message']}")
         self._order.skip(len(lines))
         self.num_written += len(lines)
         if lines:

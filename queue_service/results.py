@@ -64,7 +64,10 @@ def read_job(connection: Redis, job_id: str) -> JobResult:
         pipeline.xrevrange(keys.rq_results(job_id), count=1)
         status, entries = pipeline.execute()
     if status is None:
-        raise JobNotFound(f"no job {job_id!r} on this server; it may have expired")
+        refusal = _refusal(connection, job_id)
+        if refusal is None:
+            raise JobNotFound(f"no job {job_id!r} on this server; it may have expired")
+        return JobResult(job_id, "failed", None, refusal)
     body, error = None, None
     if status not in _OPEN_STATUSES and entries:
         body, error = _answer(entries[0][1])
@@ -189,6 +192,13 @@ def _last_line(packed: bytes) -> str:
     except (RequestError, ValueError, zlib.error):
         return "the job failed for a reason that cannot be read"
     return text.strip().rsplit("\n", 1)[-1] or "the job failed without a reason"
+
+
+def _refusal(connection: Redis, job_id: str) -> Mapping[str, Any] | None:
+    """Return the error of a batch's line that was refused before it became a job."""
+    batch_id, _, line = job_id.rpartition("-")
+    error: Any = connection.hget(keys.batch_errors(batch_id), line)
+    return None if error is None else dict(json.loads(error))
 
 
 def _server_error(code: str, message: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Scripts:
         "bury",
         "cancel",
         "claim",
+        "delete",
         "due",
         "enqueue",
         "finish",

@@ -23,7 +23,7 @@ from queue_service.requests import Endpoint
 from queue_service.scripts import Arg, Scripts
 from queue_service.settings import RetentionSettings, SubmitSettings
 
-_DISK_TIMEOUT_MS = 5000
+_DISK_TIMEOUT_MS = 4000
 _ROOM_POLL_SECONDS = 0.2
 _MAX_STRICT_ERRORS = 20
 
@@ -226,12 +226,17 @@ class Feeder:
 
 
 def wait_for_disk(connection: Redis) -> bool:
-    """Wait until what this connection wrote is on the server's disk; False if it cannot say."""
-    try:
-        local, _ = connection.waitaof(1, 0, _DISK_TIMEOUT_MS)
-    except ResponseError:
-        return False  # an older server, or one without an append-only file
-    return bool(local)
+    """Wait until all that was written before is on the server's disk; False if unknown.
+
+    The server answers only for what came over the same connection, and a pool has several: so
+    one more write goes with the question, behind all that was written before.
+    """
+    with connection.pipeline(transaction=False) as pipeline:
+        pipeline.set(keys.synced(), "1", ex=60)
+        pipeline.waitaof(1, 0, _DISK_TIMEOUT_MS)
+        _, reply = pipeline.execute(raise_on_error=False)
+    # An older server, or one without an append-only file, answers with an error.
+    return not isinstance(reply, ResponseError) and bool(reply[0])
 
 
 def _check_key(connection: Redis, options: SubmitOptions, batch_id: str) -> None:

@@ -27,6 +27,7 @@ from workers.child_settings import ChildSettings
 from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
 from workers.generation import EngineParts, GenerationThread
 from workers.generator import EngineGenerator, make_publisher
+from workers.logs import configure_logging
 from workers.model_info import ModelInfo
 from workers.outcomes import OutcomeWriter
 from workers.preparation import Limits, Preparer, PromptEncoder
@@ -155,7 +156,7 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         lease_seconds=settings.worker.lease_seconds,
     )
     results = ResultQueue()
-    publisher = make_publisher(broker, settings.worker, results.put)
+    publisher = make_publisher(broker, settings.worker, results.put, results.fail)
     loaded: list[ServedModel] = []
     is_loaded = threading.Event()
 
@@ -247,16 +248,3 @@ def _end_with_supervisor(worker: BatchWorker) -> None:
     # Only reached with work left when the RQ thread hangs: leases end, others take over.
     time.sleep(30)
     os._exit(EXIT_FAILED)
-
-
-def configure_logging(level: str) -> None:
-    """Log to standard error, RQ's own lines only when something is wrong."""
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    # RQ's and redis' own lines may hold call strings; ours say what matters.
-    for name in ("rq.worker", "rq.job", "rq.queue", "rq.registry"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -109,7 +109,10 @@ class GenerationThread:
 
     def _turn(self, parts: EngineParts) -> None:
         self._receive(idle=not parts.engine.has_work)
-        self._drop_cancelled(parts.engine)
+        cancelled = self._take_cancelled()
+        # Once more: what was submitted before its cancel must be here when it is dropped.
+        self._receive(idle=False)
+        self._drop(cancelled, parts.engine)
         self._admit(parts)
         if not parts.engine.has_work:
             return
@@ -125,10 +128,13 @@ class GenerationThread:
         while not self._inbox.empty():
             self._waiting.extend(self._inbox.get() or ())
 
-    def _drop_cancelled(self, engine: Engine) -> None:
+    def _take_cancelled(self) -> set[str]:
         cancelled: set[str] = set()
         while not self._cancelled.empty():
             cancelled.add(self._cancelled.get())
+        return cancelled
+
+    def _drop(self, cancelled: set[str], engine: Engine) -> None:
         if not cancelled:
             return
         self._waiting = [r for r in self._waiting if r.execution_id not in cancelled]

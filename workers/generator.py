@@ -115,12 +115,16 @@ class EngineGenerator:
 
 
 def make_publisher(
-    broker: Broker, settings: WorkerSettings, deliver: Callable[[Result], None]
+    broker: Broker,
+    settings: WorkerSettings,
+    deliver: Callable[[Result], None],
+    on_failure: Callable[[BaseException], None],
 ) -> Publisher:
     """Return a publisher with the worker's intervals; its lost executions end at the next beat."""
     return Publisher(
         broker,
         deliver=deliver,
+        on_failure=on_failure,
         lost=lambda execution_id: logger.debug("text refused execution=%s", execution_id),
         stream_interval_seconds=settings.publish_interval_seconds,
         progress_interval_seconds=settings.progress_interval_seconds,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -39,6 +40,7 @@ from queue_service.settings import (
 )
 from queue_service.submission import Feeder, SubmitOptions, batch_id_of
 from workers.child_settings import ChildSettings
+from workers.logs import FORMAT, TIME_FORMAT
 from workers.supervisor import CHILD, Supervisor, device_slot_lock
 
 # A run's server has its own batch and perhaps some that a killed run left.
@@ -67,6 +69,7 @@ class Summary:
         seconds: from the moment the model was loaded to the last result.
         num_done: lines that ended in this run.
         completion_tokens: tokens generated in this run.
+        first_failures: why the first lines failed that were written in this run.
     """
 
     options: RunOptions
@@ -76,7 +79,7 @@ class Summary:
     num_done: int
     seconds: float
     completion_tokens: int
-    log_path: Path
+    first_failures: Sequence[str]
 
     @property
     def tokens_per_second(self) -> float:
@@ -119,6 +122,7 @@ class Summary:
             )
         else:
             lines.append("nothing was left to do; --new runs the file again")
+        lines += [f"  {failure}" for failure in self.first_failures]
         lines.append(f"results: {self.options.output}")
         return lines
 
@@ -233,6 +237,11 @@ class LocalRun:
                 on_update=self._on_update,
                 should_stop=self._must_stop,
             )
+            if self._stop_level == 1 and self._failure is None:
+                self._on_note(
+                    f"stopping: running requests get {self._worker.grace_seconds:.0f} s to finish; "
+                    "Ctrl-C again stops at once"
+                )
             seconds = time.monotonic() - self._ready_at if self._ready_at else 0.0
         while output.advance():  # what ended while the worker stopped
             pass
@@ -333,7 +342,7 @@ class LocalRun:
             except Exception as error:  # the top of the thread: the run ends with it
                 self._failure = error
 
-        with device_slot_lock(self._cache_folder, self._options.slot):
+        with device_slot_lock(self._cache_folder, self._options.slot), _logged_to(log_path):
             self._on_note(f"worker log: {log_path}")
             thread = threading.Thread(target=supervise, name="supervisor")
             thread.start()
@@ -382,7 +391,7 @@ class LocalRun:
             num_done=batch.ended - before.ended,
             seconds=seconds,
             completion_tokens=batch.completion_tokens - before.completion_tokens,
-            log_path=self._folder / "worker.log",
+            first_failures=output.first_failures,
         )
 
 
@@ -396,6 +405,20 @@ def _run_digest(options: RunOptions) -> str:
 def _refuse_same_file(file: Path, output: Path) -> None:
     if file.exists() and output.exists() and output.samefile(file):
         raise ConfigurationError(f"{output} is the file with the requests; name another for -o")
+
+
+@contextlib.contextmanager
+def _logged_to(path: Path) -> Iterator[None]:
+    """Put what the supervisor logs beside its child's lines, not across the progress bar."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
+    supervisor_logger = logging.getLogger("workers.supervisor")
+    supervisor_logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        supervisor_logger.removeHandler(handler)
+        handler.close()
 
 
 def _prune(own: Path, *, older_than_seconds: int) -> None:

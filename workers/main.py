@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from importlib.metadata import version
 
@@ -41,4 +43,8 @@ def load(settings: WorkerSettings) -> ServedModel:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child(load))
+    code = run_child(load)
+    logging.shutdown()
+    sys.stdout.flush()
+    # The interpreter's own end would tear the engine thread out of MLX and abort the process.
+    os._exit(code)

@@ -49,6 +49,7 @@ class Publisher:
 
     Args:
         deliver: called on the publisher thread with a row's ending, after its text is written.
+        on_failure: called on the publisher thread with the exception that ended it.
         lost: called with an execution that is not ours any more.
         stream_interval_seconds: text is gathered this long, except a row's first token.
         progress_interval_seconds: token ids are gathered this long.
@@ -61,6 +62,7 @@ class Publisher:
         *,
         deliver: Callable[[Generated], None],
         lost: Callable[[str], None],
+        on_failure: Callable[[BaseException], None],
         stream_interval_seconds: float,
         progress_interval_seconds: float,
         clock: Callable[[], float] = time.monotonic,
@@ -68,6 +70,7 @@ class Publisher:
         self._broker = broker
         self._deliver = deliver
         self._lost = lost
+        self._on_failure = on_failure
         self._stream_interval = stream_interval_seconds
         self._progress_interval = progress_interval_seconds
         self._clock = clock
@@ -154,17 +157,26 @@ class Publisher:
     # The publisher thread -------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._write_until_stopped()
+        except BaseException as failure:  # the top of the thread: its owner decides
+            self._on_failure(failure)
+
+    def _write_until_stopped(self) -> None:
         pause = self._stream_interval
+        is_away = False
         while True:
             self._wake.wait(pause)
             self._wake.clear()
             stopping = self._stopping
             try:
                 self.flush()
-                pause = self._stream_interval
+                pause, is_away = self._stream_interval, False
             except RedisError as error:
                 pause = min(pause * 2, 1.0)
-                logger.warning("publisher: the server is away, keeping text (%s)", error)
+                if not is_away:
+                    logger.warning("text is kept until the server takes it (%s)", error)
+                is_away = True
             if stopping:
                 return
 
@@ -177,6 +189,7 @@ class Publisher:
         now = self._clock()
         with self._lock:
             publications = [p for c in self._channels.values() if (p := self._collect(c, now))]
+        self._deliver_ended()  # what needs no write does not wait for one
         if publications:
             kept = self._broker.publish(publications, keep_seconds=KEEP_SECONDS)
             for publication, is_ours in zip(publications, kept, strict=True):

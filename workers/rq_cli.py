@@ -16,8 +16,9 @@ from queue_service import keys
 from queue_service.broker import bury_worker
 from queue_service.errors import ConfigurationError
 from queue_service.settings import PathSettings, RedisSettings, RetentionSettings, WorkerSettings
-from workers.child import ServedModel, configure_logging, worker_parts
+from workers.child import ServedModel, worker_parts
 from workers.child_settings import ChildSettings
+from workers.logs import configure_logging
 from workers.main import load
 from workers.rq_worker import BatchWorker, EngineFailed
 from workers.supervisor import default_slot, default_worker_name, device_slot_lock

@@ -210,7 +210,7 @@ class BatchWorker(BaseWorker):
         # RQ's own handler lets the thread die of a timeout: no command would ever come again.
         if not isinstance(error, _SERVER_AWAY):
             raise error
-        logger.warning("the server is away, commands are not heard name=%s", self.name)
+        logger.debug("the server is away, commands are not heard name=%s", self.name)
         time.sleep(_FIRST_PAUSE_SECONDS)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
@@ -277,6 +277,11 @@ class BatchWorker(BaseWorker):
         last, death = self.connection.hmget(self.key, "last_heartbeat", "death")
         if last is None or death is not None:
             return
+        logger.info(
+            "waiting whether a worker of this name lives name=%s seconds=%d",
+            self.name,
+            self._settings.lease_seconds,
+        )
         until = self._clock() + self._settings.lease_seconds
         while self._clock() < until:
             self._rest(self._settings.beat_seconds)
@@ -297,19 +302,23 @@ class BatchWorker(BaseWorker):
             logger.warning("worker %s: could not sign off (%s)", self.name, error)
 
     def _loop(self, *, burst: bool) -> None:
-        pause = _FIRST_PAUSE_SECONDS
+        pause, is_away = _FIRST_PAUSE_SECONDS, False
         while True:
             # Also while the server is away: the supervisor watches the engine by it.
             self._on_turn()
             try:
                 if not self._turn(burst=burst):
                     return
-                pause = _FIRST_PAUSE_SECONDS
+                if is_away:
+                    logger.info("the server is back name=%s", self.name)
+                pause, is_away = _FIRST_PAUSE_SECONDS, False
             except _SERVER_AWAY as error:
-                logger.warning(
-                    "the server is away name=%s running=%d results_waiting=%d (%s)",
-                    self.name, len(self._running), len(self._unsaved), error,
-                )  # fmt: skip
+                if not is_away:
+                    logger.warning(
+                        "the server is away name=%s running=%d results_waiting=%d (%s)",
+                        self.name, len(self._running), len(self._unsaved), error,
+                    )  # fmt: skip
+                is_away = True
                 if self._is_out_of_grace():
                     return
                 self._rest(pause)
@@ -418,6 +427,9 @@ class BatchWorker(BaseWorker):
             for (claimed, outcome), reply in zip(outcomes, replies, strict=True):
                 if reply in ("ok", "aftercare"):
                     self.num_done += 1
+                    if outcome.error is not None:
+                        code = outcome.error["code"]
+                        logger.info("job failed job=%s code=%s", claimed.job_id, code)
                     if reply == "aftercare":
                         self._aftercare.see_to(
                             Ended(

@@ -66,6 +66,8 @@ class Supervisor:
         self._stop_level = 0
         self._child: subprocess.Popen[str] | None = None
         self._fatal: QsvcError | None = None
+        # Before that, a worker of this name that is listed may be somebody else's.
+        self._is_registered = False
         self._stall = _StallWatch(settings.worker.engine_stall_seconds)
         self._awake = _KeepAwake()
 
@@ -88,10 +90,13 @@ class Supervisor:
             code = self._run_once()
             if code == EXIT_OK:
                 return
-            if code == EXIT_CONFIGURATION:
+            if self._fatal is not None:
                 # Nothing to bury: a worker of this name that is listed is somebody else's.
-                raise self._fatal or ConfigurationError("the worker cannot start; see its log")
-            self._bury()
+                raise self._fatal
+            if code == EXIT_CONFIGURATION:
+                raise ConfigurationError("the worker cannot start; see its log")
+            if self._is_registered:
+                self._bury()
             if self._stop_level:
                 return
             if time.monotonic() - started >= _HEALTHY_SECONDS:
@@ -103,6 +108,7 @@ class Supervisor:
 
     def _run_once(self) -> int:
         self._stall.restart()
+        self._is_registered = False
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self._log_path.open("ab")) if self._log_path else None
             child = subprocess.Popen(
@@ -159,6 +165,7 @@ class Supervisor:
             is_model = event.get("kind") == ModelUnavailable.__name__
             self._fatal = (ModelUnavailable if is_model else ConfigurationError)(event["message"])
         elif event["event"] == "progress":
+            self._is_registered = True
             self._stall.see(running=event["running"], steps=event["steps"])
             self._awake.want(event["running"] > 0)
         self._on_event(event)

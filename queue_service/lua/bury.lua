@@ -10,10 +10,10 @@ local back = {}
 for _, composite in ipairs(redis.call('SMEMBERS', wex)) do
   local id, ex = string.match(composite, '^(.*):(.*)$')
   local jk = job_key(id)
-  local f = redis.call('HMGET', jk, 'status', 'origin')
+  local f = redis.call('HMGET', jk, 'status', 'origin', 'qsvc_execution')
   if is_set(f[2]) then
     local held = end_execution(RQ .. ':wip:' .. f[2], wex, id, ex)
-    if held == 1 and f[1] == 'started' then
+    if held == 1 and f[1] == 'started' and f[3] == ex then
       redis.call('HSET', jk, 'status', 'queued', 'started_at', '', 'worker_name', '')
       back[#back + 1] = {RQ .. ':queue:' .. f[2], id}
     end

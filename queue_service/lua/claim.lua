@@ -40,20 +40,20 @@ local function charge_death(id, f)
   return deaths, reached
 end
 
--- The leases of one queue and what the worker holds, added by one command each at the end.
-local leases, held = {}, {}
+-- What the worker holds, added by one command at the end.
+local held = {}
 
 local function start(id, jk, flat, f, wip, queue_index)
   local ex, attempt = ARGV[7 + #out], number(f.qsvc_attempt, 0) + 1
   local composite = id .. ':' .. ex
   local ek, executions = RQ .. ':execution:' .. composite, RQ .. ':executions:' .. id
+  -- First: whatever comes of the rest, a job that has left its queue is put back when it ends.
+  redis.call('ZADD', wip, lease_end, composite)
   -- One that stock tools put back, or that was cancelled and retried, may still be at work
   -- somewhere: two must never hold one job.
-  if attempt > 1 then
-    local holder = RQ .. ':worker:' .. (f.worker_name or '') .. ':executions'
-    for _, earlier in ipairs(redis.call('ZRANGE', executions, 0, -1)) do
-      end_execution(wip, holder, id, earlier)
-    end
+  local holder = RQ .. ':worker:' .. (f.worker_name or '') .. ':executions'
+  for _, earlier in ipairs(redis.call('ZRANGE', executions, 0, -1)) do
+    end_execution(wip, holder, id, earlier)
   end
   -- Only stock tools queue a line that its batch counts as ended.
   if f.qsvc_batch and f.ended_at then reopen_line(batch_key(f.qsvc_batch), f.qsvc_line or '') end
@@ -62,8 +62,6 @@ local function start(id, jk, flat, f, wip, queue_index)
   redis.call('EXPIRE', ek, lease)
   redis.call('ZADD', executions, now + lease + 60, ex)
   redis.call('EXPIRE', executions, lease + 60)
-  leases[#leases + 1] = lease_end
-  leases[#leases + 1] = composite
   held[#held + 1] = composite
   local set = {'status', 'started', 'started_at', iso, 'last_heartbeat', iso, 'worker_name',
     worker, 'qsvc_execution', ex, 'qsvc_attempt', tostring(attempt)}
@@ -133,7 +131,11 @@ for q = 5, #KEYS, 3 do
         newer[#newer + 1] = {list = list, lane = lane, id = id}
       else
         looked = looked + 1
-        if is_queued then start(id, jk, flat, f, wip, (q - 5) / 3) end
+        if is_queued and not pcall(start, id, jk, flat, f, wip, (q - 5) / 3) then
+          -- Somebody put another type where the job's executions are listed.
+          redis.call('DEL', RQ .. ':executions:' .. id)
+          start(id, jk, flat, f, wip, (q - 5) / 3)
+        end
       end
     elseif lane == '-' then
       misses = misses + 1
@@ -142,10 +144,6 @@ for q = 5, #KEYS, 3 do
       redis.call('SREM', queues, list)
       num_lanes = needed(lanes, num_lanes - 1)
     end
-  end
-  if #leases > 0 then
-    redis.call('ZADD', wip, unpack(leases))
-    leases = {}
   end
   for i = #newer, 1, -1 do
     local job = newer[i]

@@ -39,6 +39,20 @@ local function end_execution(wip, worker_executions, id, ex)
   return redis.call('ZREM', wip, composite)
 end
 
+-- Delete a job of a queue with all that belongs to it, also an execution that still runs.
+local function delete_job(id, queue)
+  local executions, jk = RQ .. ':executions:' .. id, job_key(id)
+  for _, ex in ipairs(redis.call('ZRANGE', executions, 0, -1)) do
+    end_execution(RQ .. ':wip:' .. queue, nil, id, ex)
+    redis.call('DEL', 'qsvc:progress:' .. id .. ':' .. ex)
+  end
+  redis.call('DEL', jk, RQ .. ':results:' .. id, executions, jk .. ':dependents',
+    jk .. ':dependencies', 'qsvc:stream:' .. id)
+  for _, registry in ipairs({':finished:', ':failed:', ':canceled:', ':scheduled:'}) do
+    redis.call('ZREM', RQ .. registry .. queue, id)
+  end
+end
+
 local BATCH_PARTS = {'', ':lines', ':done', ':errors', ':outcomes'}
 -- What <batch>:outcomes holds, two bits a line; 0 while the line has not ended.
 local OUTCOMES = {'completed', 'failed', 'cancelled'}

@@ -13,9 +13,7 @@ for i = 1, #ARGV, 2 do
       keep_error(batch_key(f[3]), f[4], ARGV[i + 1])
       settle_line(batch_key(f[3]), f[4], 'failed')  -- when a stock tool failed it
     end
-    redis.call('ZREM', RQ .. ':failed:' .. (f[2] or ''), id)
-    redis.call('DEL', jk, RQ .. ':results:' .. id, RQ .. ':executions:' .. id,
-      jk .. ':dependents', jk .. ':dependencies', 'qsvc:stream:' .. id)
+    delete_job(id, f[2] or '')
     n = n + 1
   end
 end

@@ -12,7 +12,8 @@ for i = #ARGV - 2, 1, -3 do
   local held = end_execution(wip, wex, id, ex)
   redis.call('DEL', 'qsvc:progress:' .. id .. ':' .. ex)
   local jk = job_key(id)
-  if held == 1 and redis.call('HGET', jk, 'status') == 'started' then
+  local f = redis.call('HMGET', jk, 'status', 'qsvc_execution')
+  if held == 1 and f[1] == 'started' and f[2] == ex then
     redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
     redis.call('HSET', jk, 'status', 'queued', 'started_at', '', 'worker_name', '')
     redis.call('LPUSH', queue, id)

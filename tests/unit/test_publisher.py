@@ -28,6 +28,10 @@ class FakeClock:
         return self.seconds
 
 
+def _never(failure: BaseException) -> None:
+    raise AssertionError("the publisher's thread ended") from failure
+
+
 class RecordingBroker(Broker):
     """Applies publications as the script does: each number once, only for its own executions."""
 
@@ -80,6 +84,7 @@ class Desk:
         self.publisher = Publisher(
             self.broker,
             deliver=self.delivered.append,
+            on_failure=_never,
             lost=self.lost.append,
             stream_interval_seconds=STREAM_SECONDS,
             progress_interval_seconds=PROGRESS_SECONDS,
@@ -297,6 +302,7 @@ class PatientDesk:
         self.publisher = Publisher(
             self.broker,
             deliver=lambda generated: self.delivered.set(),
+            on_failure=_never,
             lost=lambda execution_id: None,
             stream_interval_seconds=3600,
             progress_interval_seconds=3600,
@@ -337,6 +343,7 @@ def test_the_thread_survives_an_outage(caplog: pytest.LogCaptureFixture) -> None
     publisher = Publisher(
         broker,
         deliver=lambda generated: None,
+        on_failure=_never,
         lost=lambda execution_id: None,
         stream_interval_seconds=0.01,
         progress_interval_seconds=0.01,
@@ -344,7 +351,7 @@ def test_the_thread_survives_an_outage(caplog: pytest.LogCaptureFixture) -> None
     publisher.start()
     publisher.begin(make_request(stream=True))
     publisher.advance("execution", 1, "kept")
-    eventually(lambda: "the server is away" in caplog.text, "a warning")
+    eventually(lambda: "until the server takes it" in caplog.text, "a warning")
     broker.is_away = False
     eventually(lambda: broker.text() == "kept", "the text after the outage")
     publisher.stop()

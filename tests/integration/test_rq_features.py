@@ -26,11 +26,13 @@ from rq.job import Dependency, Job
 from rq.rate_limit import RateLimit, RateLimitRegistry
 from rq.registry import FailedJobRegistry
 from rq.results import Result
+from rq.suspension import resume, suspend
 from rq.utils import now
 from rq.webhook import Webhook
 
 from queue_service import keys, tasks
 from queue_service.batches import Batches
+from queue_service.broker import Broker
 from queue_service.errors import ConfigurationError
 from queue_service.requests import Endpoint
 from queue_service.results import read_execution, read_job
@@ -130,6 +132,10 @@ def seconds_until(redis: Redis, job: Job) -> float:
 
 def let_its_time_come(redis: Redis, job: Job) -> None:
     assert redis.zadd(keys.rq_scheduled(QUEUE), {job.id: 1}, xx=True, ch=True) == 1
+
+
+def let_aftercare_be_due(redis: Redis, member: str) -> None:
+    assert redis.zadd(keys.aftercare(QUEUE), {member: 1}, xx=True, ch=True) == 1
 
 
 def notes(redis: Redis, job: Job) -> list[dict[str, Any]]:
@@ -443,8 +449,7 @@ def test_the_aftercare_of_a_worker_that_died_is_done_by_another(
     [claimed] = dead.claim()
     assert dead.answer(claimed) == ["aftercare"]
     assert status(child) == "deferred"
-    member = f"{job.id}:{claimed.execution_id}:finished"
-    assert redis.zadd(keys.aftercare(QUEUE), {member: 1}, xx=True, ch=True) == 1
+    let_aftercare_be_due(redis, f"{job.id}:{claimed.execution_id}:finished")
     with busy_worker(redis, redis_url, callbacks=[SUCCESS]):
         wait_for(child, "finished")
         eventually(lambda: redis.zcard(keys.aftercare(QUEUE)) == 0, "it is forgotten")
@@ -464,6 +469,24 @@ def test_dependents_that_a_dead_worker_left_half_way_are_queued(
     assert status(child) == "ready_to_enqueue"
     assert not read_job(redis, child.id).has_ended
     with busy_worker(redis, redis_url):
+        wait_for(child, "finished")
+
+
+def test_dependents_ask_how_the_execution_ended_and_not_how_the_job_is_now(
+    redis: Redis, redis_url: str
+) -> None:
+    parent = enqueue(redis, "x")
+    child = enqueue(redis, "child", depends_on=parent)
+    dead = HandWorker(redis, QUEUE, name="dead")
+    [claimed] = dead.claim()
+    assert dead.fail(claimed) == ["aftercare"]
+    parent.requeue()
+    let_aftercare_be_due(redis, f"{parent.id}:{claimed.execution_id}:failed")
+    suspend(redis)
+    with running_worker(worker_settings(redis_url)):
+        eventually(lambda: redis.zcard(keys.aftercare(QUEUE)) == 0, "the aftercare is done")
+        assert [status(job) for job in (parent, child)] == ["queued", "deferred"]
+        resume(redis)
         wait_for(child, "finished")
 
 
@@ -670,6 +693,20 @@ def test_a_limited_job_that_failed_and_is_retried_by_a_person_waits_for_its_turn
         wait_for(failed, "rate_limited")
         worker.hasten()
         wait_for([running, failed], "finished")
+
+
+def test_one_worker_at_a_time_finds_a_slot_for_a_limited_job_whose_time_has_come(
+    redis: Redis,
+) -> None:
+    queue = Queue(QUEUE, connection=redis, serializer="json")
+    limit = RateLimit("one", concurrency=1)
+    job = queue.enqueue_at(now(), tasks.CHAT, chat_body("x"), rate_limit=limit)
+    first, second = (
+        Broker(redis, worker=name, queues=[QUEUE], lease_seconds=60) for name in ("w1", "w2")
+    )
+    assert eventually(lambda: first.schedule()[1], "its time") == [(QUEUE, job.id)]
+    assert second.schedule() == (0, [])
+    assert 25 <= seconds_until(redis, job) <= 30, "should the first one die, another finds it one"
 
 
 # Jobs that anybody may have written ---------------------------------------------------------------

@@ -23,7 +23,7 @@ from queue_service.batches import Batches, Status
 from queue_service.connection import connect
 from queue_service.errors import BatchConflict, BatchFileError
 from queue_service.local_server import LocalServer
-from queue_service.results import BatchReader
+from queue_service.results import BatchReader, read_job
 from queue_service.scripts import Scripts
 from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
 from queue_service.submission import Submission, SubmitOptions, submit_file, wait_for_disk
@@ -514,3 +514,12 @@ def test_a_server_without_an_append_only_file_cannot_promise_the_disk(
         connection.config_set("appendonly", "no")
         connection.set("key", "value")
         assert not wait_for_disk(connection)
+
+
+def test_a_line_that_was_refused_is_known_with_its_reason(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [*chat_lines(1), {"custom_id": "bad"}])
+    batch = submit(redis, path).batch
+    refused = read_job(redis, f"{batch.id}-2")
+    assert refused.status == "failed"
+    assert refused.error is not None
+    assert refused.error["code"] == "missing_field"

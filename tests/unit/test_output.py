@@ -290,3 +290,8 @@ def test_a_file_cut_at_any_byte_becomes_the_undisturbed_one(
                 file.write_bytes(content[: int(part * len(content))])
             assert write_all(reader, order, *files) == len(ends)
             assert [file.read_bytes() for file in files] == whole
+
+
+def test_standard_output_cannot_take_results() -> None:
+    with pytest.raises(ConfigurationError, match="results go to a file"):
+        OutputFile(Path("-"))

@@ -355,3 +355,24 @@ def test_the_thread_survives_an_outage(caplog: pytest.LogCaptureFixture) -> None
     broker.is_away = False
     eventually(lambda: broker.text() == "kept", "the text after the outage")
     publisher.stop()
+
+
+def test_an_error_of_our_own_ends_the_thread_with_a_word() -> None:
+    class Broken(RecordingBroker):
+        def publish(self, publications: Sequence[Publication], *, keep_seconds: int) -> list[bool]:
+            raise LookupError("a fault of ours")
+
+    failures: list[BaseException] = []
+    publisher = Publisher(
+        Broken(),
+        deliver=lambda generated: None,
+        on_failure=failures.append,
+        lost=lambda execution_id: None,
+        stream_interval_seconds=0.01,
+        progress_interval_seconds=0.01,
+    )
+    publisher.start()
+    publisher.begin(make_request(stream=True))
+    publisher.advance("execution", 1, "text")
+    eventually(lambda: failures, "the failure")
+    assert isinstance(failures[0], LookupError)

@@ -185,3 +185,17 @@ def test_a_workers_default_name_is_one_that_rq_can_use() -> None:
     name = default_worker_name("smollm2-135m", "cpu:0")
     assert name.endswith("-smollm2-135m-cpu0")
     assert ":" not in json.dumps(name)
+
+
+def test_a_child_that_said_why_it_cannot_work_is_believed_however_it_ends(
+    settings: ChildSettings,
+) -> None:
+    program = """
+import os
+report("fatal", message="no such model", kind="ModelUnavailable")
+os.abort()
+"""
+    with supervised_worker(settings, command=child(program)) as supervised:
+        supervised.join()
+    assert isinstance(supervised.failure, ModelUnavailable)
+    assert supervised.num_starts <= 1

@@ -170,7 +170,7 @@ def test_retried_jobs_run_again_with_a_clean_record(
     hand.answer(*claimed)
     assert first.is_finished
     assert redis.xlen(keys.rq_results(first.id)) == 2
-    assert qsvc("dead", "retry", first.id) == (0, "0 queued again\n")
+    assert qsvc("dead", "retry", first.id)[0] == 4, "it has not failed any more"
 
 
 def test_everything_is_chosen_only_when_it_is_said(redis: Redis, qsvc: Qsvc) -> None:
@@ -268,7 +268,8 @@ def test_a_purge_by_filter_takes_failed_jobs_only(
     good = enqueue_chat(redis, "good", QUEUE)
     hand.answer_all()
     assert qsvc("dead", "purge", "--all", "--code", "timeout") == (0, "1 deleted\n")
-    assert qsvc("dead", "purge", good.id, "nothing") == (0, "0 deleted\n")
+    for name in (good.id, "nothing"):
+        assert qsvc("dead", "purge", second.id, name)[0] == 4
     assert not redis.exists(keys.rq_job(first.id))
     assert second.is_failed
     assert good.is_finished

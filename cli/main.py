@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 import click
 
+from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
 from queue_service import errors
 
 # Each command is imported when it is used: `qsvc status` needs no batch reader and no model.
@@ -27,7 +28,6 @@ COMMANDS: Mapping[str, str] = {
     "dashboard": "cli.dashboard_command",
 }
 
-EXIT_SOME_FAILED = 1
 EXIT_CODES: Mapping[type[errors.QsvcError], int] = {
     errors.ConfigurationError: 2,
     errors.BatchFileError: 2,
@@ -37,7 +37,6 @@ EXIT_CODES: Mapping[type[errors.QsvcError], int] = {
     errors.JobNotFound: 4,
     errors.ModelUnavailable: 5,
 }
-EXIT_INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from cli.exits import EXIT_SOME_FAILED
 from cli.options import redis_option, say, server
 from cli.progress import Progress
 from queue_service.batches import Batches
@@ -15,8 +16,6 @@ from queue_service.errors import ConfigurationError
 from queue_service.follow import follow
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
 from queue_service.results import BatchReader
-
-EXIT_SOME_FAILED = 1
 
 
 @click.command("results", short_help="Write the results of a batch to a file.")

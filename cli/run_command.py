@@ -9,12 +9,10 @@ from types import FrameType
 
 import click
 
+from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
 from cli.options import json_option, print_json, say
 from cli.progress import Progress
 from queue_service.settings import PathSettings, RetentionSettings, SubmitSettings, WorkerSettings
-
-EXIT_SOME_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 @click.command("run", short_help="Run a file of requests through a local model.")

@@ -6,10 +6,9 @@ import sys
 
 import click
 
+from cli.exits import EXIT_SOME_FAILED
 from cli.options import redis_option, say, server
 from queue_service.streams import StreamEnd, read_text
-
-EXIT_SOME_FAILED = 1
 
 
 @click.command("tail")

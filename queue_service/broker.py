@@ -359,7 +359,6 @@ class Broker:
                 keys.rq_started(claimed.queue),
                 keys.stream(claimed.job_id),
                 keys.progress(claimed.job_id, claimed.execution_id),
-                f"{keys.RQ}:execution:{composite}",
             ]
             calls.append((script_keys, args))
         replies = self._scripts.try_many("publish", calls)

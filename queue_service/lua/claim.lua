@@ -75,6 +75,7 @@ local function start(id, jk, flat, f, wip, queue_index)
     also('qsvc_reached', reached)
     also('qsvc_alone', '')
   end
+  if f.qsvc_write then also('qsvc_write', 0) end
   -- Stock RQ tools fail an abandoned job that has no retries left. The budget is filled up at
   -- every claim: how often a job may lose its worker is ours to count.
   if not is_set(f.retries_left) or f.qsvc_auto_retry == '1' then

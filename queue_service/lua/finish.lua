@@ -112,9 +112,10 @@ local function finish_one(at)
     settle(f[12], f[13], outcome, tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]),
       tonumber(ARGV[at + 10]))
   end
-  local drop = {'qsvc_execution', 'qsvc_alone', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient'}
+  local drop = {'qsvc_execution', 'qsvc_alone', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient',
+    'qsvc_write'}
   if f[3] == '1' then
-    drop[6], drop[7] = 'qsvc_auto_retry', 'retries_left'
+    drop[7], drop[8] = 'qsvc_auto_retry', 'retries_left'
   end
   redis.call('HDEL', jk, unpack(drop))
   local stream = 'qsvc:stream:' .. id

@@ -1,19 +1,21 @@
 -- PUBLISH: text and progress of one execution, so that both say the same; refused when the
 -- lease is gone or the job has ended (its stream too), and applied once however often it is sent.
--- KEYS 1 rq:wip:<q>  2 qsvc:stream:<id>  3 qsvc:progress:<id>:<ex>  4 rq:execution:<id>:<ex>
+-- KEYS 1 rq:wip:<q>  2 qsvc:stream:<id>  3 qsvc:progress:<id>:<ex>
 -- ARGV 1 <id>:<ex>  2 number of this write, rising  3 seconds the keys live
 --      4 number of progress elements  then those, then flat field lists of stream entries,
 --      each preceded by its length
--- Reads also rq:job:<id>.
+-- Writes also rq:job:<id>, which has the number of the last write: the execution's own hash may
+-- have expired while the server hung, with the lease not yet reaped.
 -- Returns 1 if the execution is ours, else 0.
-local wip, stream, progress, execution = unpack(KEYS)
+local wip, stream, progress = unpack(KEYS)
 if not redis.call('ZSCORE', wip, ARGV[1]) then return 0 end
 local id, ex = string.match(ARGV[1], '^(.*):(.*)$')
-local f = redis.call('HMGET', job_key(id), 'status', 'qsvc_execution')
+local jk = job_key(id)
+local f = redis.call('HMGET', jk, 'status', 'qsvc_execution', 'qsvc_write')
 if f[1] ~= 'started' or f[2] ~= ex then return 0 end
 local number = tonumber(ARGV[2])
-if number <= tonumber(redis.call('HGET', execution, 'qsvc_write') or 0) then return 1 end
-redis.call('HSET', execution, 'qsvc_write', number)
+if number <= (tonumber(f[3]) or 0) then return 1 end
+redis.call('HSET', jk, 'qsvc_write', number)
 local at = 5 + tonumber(ARGV[4])
 if at > 5 then
   redis.call('RPUSH', progress, unpack(ARGV, 5, at - 1))

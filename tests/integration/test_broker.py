@@ -469,3 +469,16 @@ def test_a_release_leaves_the_stream_of_a_job_that_goes_on_elsewhere(
     broker.reap()
     broker.release(claimed)
     assert [b"e" in fields for fields in stream_fields(redis, job.id)] == [False]
+
+
+def test_a_publication_is_applied_once_also_when_the_server_hung_past_the_lease(
+    redis: Redis, broker: Broker
+) -> None:
+    job = enqueue_chat(redis, "x", NORMAL)
+    [claimed] = claim(broker)
+    assert publish(broker, claimed, 1, "once")
+    # What expired while nobody could reap or beat; its lease is still listed.
+    redis.delete(f"rq:execution:{claimed.job_id}:{claimed.execution_id}")
+    assert publish(broker, claimed, 1, "once")
+    assert [fields[b"t"] for fields in stream_fields(redis, job.id)] == [b"once"]
+    assert not redis.exists(f"rq:execution:{claimed.job_id}:{claimed.execution_id}")

@@ -19,19 +19,21 @@ def load(settings: WorkerSettings) -> ServedModel:
     # MLX links its BLAS when it is imported: it has to come after the line above.
     from workers.mlx_engine import MlxEngine
     from workers.models import load_model
+    from workers.self_test import Batching, choose_batching
 
     loaded = load_model(settings.model or "", dtype=settings.dtype)
+    batching = choose_batching(loaded.model)
     engine = MlxEngine(
         loaded.model,
         eos_token_ids=loaded.info.eos_token_ids,
-        max_rows=settings.slots,
-        prefill_rows=settings.prefill_batch,
+        max_rows=1 if batching is Batching.ALONE else settings.slots,
+        prefill_rows=settings.prefill_batch if batching is Batching.FULL else 1,
         prefill_step_tokens=settings.prefill_step,
     )
     versions = f"mlx={version('mlx')} mlx-lm={version('mlx-lm')}"
     line = (
         f"model loaded name={loaded.info.name} device={loaded.info.device} "
-        f"dtype={loaded.info.dtype} {versions}"
+        f"dtype={loaded.info.dtype} rows={batching.value!r} {versions}"
     )
     return ServedModel(
         parts=EngineParts(engine, loaded.tokenizer, loaded.info.eos_token_ids),

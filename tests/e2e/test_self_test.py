@@ -79,7 +79,7 @@ def test_a_family_that_batches_well_is_batched() -> None:
     assert choose_batching(tiny_qwen3()) is Batching.FULL
 
 
-def test_a_family_that_is_wrong_when_ragged_rows_are_prefilled_together_gets_one_at_a_time() -> None:
+def test_a_family_that_is_wrong_with_ragged_rows_is_prefilled_one_at_a_time() -> None:
     assert choose_batching(tiny_mamba()) is Batching.ONE_ROW_PREFILL
 
 

@@ -108,7 +108,7 @@ def test_one_of_two_workers_may_die_again_and_again(rig: Rig) -> None:
 
 @pytest.mark.slow
 def test_a_name_belongs_to_one_worker_until_that_one_is_dead(rig: Rig) -> None:
-    work = rig.submit(8, num_tokens=250)
+    work = rig.submit(8, num_tokens=900)
     first = rig.start_process("twin")
     held = rig.wait_for_holding("twin", 12)
     second = rig.start_worker("twin")

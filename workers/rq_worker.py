@@ -215,8 +215,9 @@ class BatchWorker(BaseWorker):
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Stop claiming, give running jobs the grace period; asked again, hurry."""
+        # Nothing but this: the main thread may hold the wake event's lock when a signal comes,
+        # and it looks here often enough.
         self._stop_level += 1
-        self._results.wake.set()
 
     def handle_payload(self, message: Mapping[str, Any]) -> None:
         """Take a command from the worker's channel. An error here would end RQ's thread."""

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -336,6 +337,24 @@ def test_an_idle_worker_stops_within_a_second(redis: Redis, redis_url: str) -> N
         worker.request_stop()
         worker.join()
         assert time.monotonic() - since < 1
+
+
+def test_a_signal_may_come_while_the_rq_thread_holds_its_wake_lock(
+    redis: Redis, redis_url: str
+) -> None:
+    with running_worker(worker_settings(redis_url)) as worker:
+        eventually(lambda: worker.worker.get_state() == "idle", "the worker is up")
+
+        def interrupted() -> None:
+            # A handler runs between two steps of the main thread, wherever that is.
+            with worker.worker._results.wake._cond:  # type: ignore[attr-defined]
+                worker.request_stop()
+
+        thread = threading.Thread(target=interrupted, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+        worker.join()
 
 
 # Children -----------------------------------------------------------------------------------

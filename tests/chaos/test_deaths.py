@@ -27,7 +27,7 @@ _SLOW_POINTS = [
     ("point", "nth"),
     [
         (Point.MID_DECODE, 90),
-        (Point.AFTER_FINISH, 2),
+        (Point.AFTER_FINISH, 1),
         *_SLOW_POINTS,
     ],
 )
@@ -35,8 +35,9 @@ def test_a_child_that_dies_at_any_point_loses_and_doubles_nothing(
     rig: Rig, point: Point, nth: int
 ) -> None:
     rig.submit(28, stream=True)
+    # More are claimed than can run at once, so that some are under way whatever has just ended.
     worker = rig.start_worker(
-        "a", slots=16, claim_ahead=0, command=rig.child(die_at=point, nth=nth)
+        "a", slots=16, claim_ahead=8, command=rig.child(die_at=point, nth=nth)
     )
     killed_at = rig.wait_for_death()
     rig.settle(f"kill -9 of a worker, {point.replace('_', ' ')}", killed_at=killed_at)

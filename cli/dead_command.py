@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from cli.options import json_option, print_json, redis_option, say, server
@@ -45,48 +47,37 @@ def show(job_id: str, redis_url: str | None) -> None:
         print_json(DeadLetter(connection).entry(job_id).to_object())
 
 
+def _selection(wrapped: click.decorators.FC) -> click.decorators.FC:
+    """Add what says which jobs: names, or ``--all`` with the filters; and ``--redis``."""
+    wrapped = _filters(redis_option(wrapped))
+    every = click.option("--all", "everything", is_flag=True, help="All that the filters leave.")
+    return click.argument("job_ids", nargs=-1)(every(wrapped))
+
+
 @command.command("retry")
-@click.argument("job_ids", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All that the filters leave.")
-@_filters
-@redis_option
-def retry(
-    job_ids: tuple[str, ...],
-    everything: bool,
-    queue: str | None,
-    code: str | None,
-    redis_url: str | None,
-) -> None:
+@_selection
+def retry(redis_url: str | None, **selection: Any) -> None:
     """Queue failed jobs again, with a clean record."""
     with server(redis_url) as connection:
         dead = DeadLetter(connection)
-        count = dead.retry(_chosen(dead, job_ids, everything=everything, queue=queue, code=code))
+        count = dead.retry(_chosen(dead, **selection))
     click.echo(f"{count} queued again")
 
 
 @command.command("purge")
-@click.argument("job_ids", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All that the filters leave.")
-@_filters
-@redis_option
-def purge(
-    job_ids: tuple[str, ...],
-    everything: bool,
-    queue: str | None,
-    code: str | None,
-    redis_url: str | None,
-) -> None:
+@_selection
+def purge(redis_url: str | None, **selection: Any) -> None:
     """Delete failed jobs. Lines of a batch keep their error in the batch's results."""
     with server(redis_url) as connection:
         dead = DeadLetter(connection)
-        count = dead.purge(_chosen(dead, job_ids, everything=everything, queue=queue, code=code))
+        count = dead.purge(_chosen(dead, **selection))
     click.echo(f"{count} deleted")
 
 
 def _chosen(
     dead: DeadLetter,
-    job_ids: tuple[str, ...],
     *,
+    job_ids: tuple[str, ...],
     everything: bool,
     queue: str | None,
     code: str | None,

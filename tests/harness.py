@@ -25,11 +25,13 @@ from queue_service import keys, tasks
 from queue_service.broker import Claimed
 from queue_service.payload import Encoding
 from queue_service.requests import Endpoint
+from queue_service.results import read_job
 from queue_service.settings import (
     RedisSettings,
     RetentionSettings,
     WorkerSettings,
 )
+from queue_service.streams import text_of
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import Reporter, ServedModel, build_worker
 from workers.child_settings import ChildSettings
@@ -72,6 +74,20 @@ def enqueue_chat(
     """Enqueue a chat as a plain RQ application does; options are those of ``Queue.enqueue``."""
     plain = Queue(queue, connection=connection, serializer="json")
     return plain.enqueue(tasks.CHAT, chat_body(text), **options)
+
+
+def answer(redis: Redis, job: Job) -> str:
+    """Return the text of a job's answer; it has one."""
+    body = read_job(redis, job.id).body
+    assert body is not None, f"{job.id} has no answer"
+    return text_of(body)
+
+
+def error_code(redis: Redis, job: Job) -> Any:
+    """Return the code that a job failed with; it has."""
+    error = read_job(redis, job.id).error
+    assert error is not None, f"{job.id} has no error"
+    return error["code"]
 
 
 def make_claimed(

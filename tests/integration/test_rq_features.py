@@ -42,9 +42,11 @@ from tests.harness import (
     LONG_TEXT,
     SLOW_STEP_SECONDS,
     ThreadWorker,
+    answer,
     chat_body,
     child_environment,
     enqueue_chat,
+    error_code,
     eventually,
     running_worker,
     worker_settings,
@@ -95,18 +97,6 @@ def wait_for(jobs: Job | Iterable[Job], wanted: str) -> None:
 
 def wait_until_gone(redis: Redis, job: Job) -> None:
     eventually(lambda: not redis.exists(keys.rq_job(job.id)), f"{job.id} is gone")
-
-
-def answer(redis: Redis, job: Job) -> str:
-    body = read_job(redis, job.id).body
-    assert body is not None, f"{job.id} has no answer"
-    return text_of(body)
-
-
-def error_code(redis: Redis, job: Job) -> Any:
-    error = read_job(redis, job.id).error
-    assert error is not None, f"{job.id} has no error"
-    return error["code"]
 
 
 def number(redis: Redis, job: Job, field: str) -> int:

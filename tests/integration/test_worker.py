@@ -24,15 +24,15 @@ from queue_service import keys
 from queue_service.connection import connect
 from queue_service.errors import ConfigurationError, QsvcError
 from queue_service.local_server import LocalServer
-from queue_service.results import read_job
 from queue_service.settings import RedisSettings
-from queue_service.streams import text_of
 from tests.harness import (
     LONG_TEXT,
     SLOW_STEP_SECONDS,
     ThreadWorker,
+    answer,
     child_environment,
     enqueue_chat,
+    error_code,
     eventually,
     running_worker,
     supervised_worker,
@@ -56,18 +56,6 @@ def wait_for_status(jobs: Iterable[Job], wanted: str) -> None:
 
 def wait_for_rows(worker: ThreadWorker, count: int) -> None:
     eventually(lambda: len(worker.engine.rows) == count, f"{count} rows in the batch")
-
-
-def answer(redis: Redis, job: Job) -> str:
-    body = read_job(redis, job.id).body
-    assert body is not None, f"{job.id} has no answer"
-    return text_of(body)
-
-
-def error_code(redis: Redis, job: Job) -> Any:
-    error = read_job(redis, job.id).error
-    assert error is not None, f"{job.id} has no error"
-    return error["code"]
 
 
 def waiting(redis: Redis, queue: str = keys.DEFAULT_QUEUE) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import logging
 import uuid
@@ -18,6 +17,7 @@ from redis.exceptions import ResponseError
 from rq.utils import now, utcformat
 
 from queue_service import keys
+from queue_service.payload import json_bytes
 from queue_service.scripts import Arg, Scripts
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Claimed:
 
     Attributes:
         queue: the queue it came from.
-        fields: the job's hash as it was after the claim.
+        fields: the job's hash as the claim found it, with this claim counted.
         started_at: seconds since the epoch, this machine's clock.
     """
 
@@ -51,8 +51,11 @@ class Claimed:
 
     def number(self, field: str) -> int | None:
         """Return a whole number of the job's hash, None when it is absent or no number."""
+        value = self.fields.get(field)
+        if not value:
+            return None
         try:
-            return int(self.fields.get(field) or b"")
+            return int(value)
         except ValueError:
             return None
 
@@ -226,7 +229,7 @@ class Broker:
         ``ok`` is accepted; ``aftercare`` too, and dependents or callbacks are to be seen to;
         ``retry`` is accepted, and the job will run again. ``lost`` (the lease was gone) and a
         status such as ``canceled`` or ``deleted`` mean that the outcome was refused and left no
-        trace.
+        trace. ``server error: …`` is a key whose type somebody changed.
         """
         by_queue: dict[str, list[int]] = {}
         for i, (claimed, _) in enumerate(outcomes):
@@ -241,18 +244,11 @@ class Broker:
         ):
             words = reply
             if isinstance(reply, ResponseError):
-                # Somebody changed a key's type under one of them: the others must not suffer.
-                words = [self._finish_alone(outcomes[i]) for i in indexes]
+                # Somebody changed the type of a key of the queue or of the worker.
+                words = [f"server error: {reply}".encode()] * len(indexes)
             for i, word in zip(indexes, words, strict=True):
                 replies[i] = word.decode()
         return replies
-
-    def _finish_alone(self, outcome: tuple[Claimed, Outcome]) -> bytes:
-        [reply] = self._scripts.try_many("finish", [self._finish_call(outcome[0].queue, [outcome])])
-        if isinstance(reply, ResponseError):
-            return f"server error: {reply}".encode()
-        word: bytes = reply[0]
-        return word
 
     def _finish_call(
         self, queue: str, outcomes: Sequence[tuple[Claimed, Outcome]]
@@ -277,24 +273,24 @@ class Broker:
             is_finished = outcome.ending is Ending.FINISHED
             payload = outcome.payload if is_finished else zlib.compress(outcome.payload)
             error, retry = outcome.error, outcome.retry_seconds
-            args += [
+            described = [
                 claimed.job_id,
                 claimed.execution_id,
                 outcome.ending.value,
                 outcome.keep_seconds,
-                claimed.started_at,
-                outcome.ended_at,
-                base64.b64encode(payload),
+                str(claimed.started_at),
+                str(outcome.ended_at),
                 "" if error is None else json.dumps(error, ensure_ascii=False),
                 outcome.prompt_tokens,
                 outcome.completion_tokens,
                 outcome.cached_tokens,
-                _json_array(outcome.stream_end),
+                outcome.stream_end,
                 outcome.stream_keep_seconds,
-                "1" if outcome.has_stream else "0",
-                "1" if outcome.may_retry else "0",
-                "" if retry is None else retry,
+                outcome.has_stream,
+                outcome.may_retry,
+                -1 if retry is None else retry,
             ]
+            args += [base64.b64encode(payload), json_bytes(described)]
         return script_keys, args
 
     def beat(
@@ -472,11 +468,6 @@ class Broker:
     def server_uptime_seconds(self) -> int:
         """Return how long the server has been up."""
         return int(self._connection.info("server")["uptime_in_seconds"])
-
-
-@functools.lru_cache(maxsize=64)
-def _json_array(items: tuple[str, ...]) -> str:
-    return json.dumps(items, ensure_ascii=False)
 
 
 def bury_worker(connection: Redis, name: str) -> list[str]:

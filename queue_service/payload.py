@@ -66,7 +66,7 @@ def encode_call(function: str, body: Mapping[str, Any]) -> bytes:
         RequestError: the body is not JSON data.
     """
     call: list[Any] = [function, None, [dict(body)], {}]
-    return _deflate(_fast_json(call) or _to_json(call))
+    return _deflate(json_bytes(call))
 
 
 def decode_call(data: bytes, limits: Limits = CALL_LIMITS) -> Call:
@@ -91,6 +91,20 @@ def encode_value(value: Any, encoding: Encoding) -> bytes:
     if encoding is Encoding.JSON:
         return _to_json(value)
     return pickle.dumps(_Copy(RESULT_LIMITS).of(value), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def encode_answer(body: Mapping[str, Any], encoding: Encoding) -> bytes:
+    """Serialize an answer of our own making."""
+    return json_bytes(body) if encoding is Encoding.JSON else encode_value(body, encoding)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return compact JSON of a value that is known to be JSON data.
+
+    Raises:
+        RequestError: it is not after all; but what pydantic can serialize may pass.
+    """
+    return _fast_json(value) or _to_json(value)
 
 
 def decode_value(data: bytes, limits: Limits = RESULT_LIMITS) -> Any:

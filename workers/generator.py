@@ -19,7 +19,7 @@ from workers.requests import Refused, Result
 logger = logging.getLogger(__name__)
 
 _PREPARATION_THREADS = 2
-_PREPARATION_CHUNK = 8
+_PREPARATION_CHUNK = 16
 
 
 class EngineGenerator:

@@ -9,7 +9,7 @@ from typing import Any
 
 from queue_service.broker import Claimed, Ending, Outcome
 from queue_service.errors import QsvcError, RequestError
-from queue_service.payload import encode_value
+from queue_service.payload import encode_answer
 from queue_service.responses import Usage, completion_body
 from queue_service.settings import RetentionSettings
 from workers.preparation import wants_stream
@@ -97,7 +97,7 @@ class OutcomeWriter:
         )
         return Outcome(
             ending=Ending.FINISHED,
-            payload=encode_value(body, request.encoding),
+            payload=encode_answer(body, request.encoding),
             error=None,
             keep_seconds=_asked(request.claimed, "result_ttl", self._retention.result_seconds),
             ended_at=now,

@@ -12,7 +12,7 @@
 -- A job that still names an earlier execution was lost with its worker: that death is charged
 -- to it unless it had come further than ever before. Only a death alone counts beyond a suspect.
 -- Returns {{id, execution, queue index from 0, flat hash}…}, number of ids taken from a queue.
--- The hash is as it was before the claim, with what the claim changed at its end.
+-- The hash is as it was before the claim, but for how often it was claimed and its deaths.
 local wkey, wex, suspended, queues = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, iso, lease, n = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local crash_retries, version = tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -21,7 +21,9 @@ if redis.call('EXISTS', suspended) == 1 then return {out, 0} end
 -- Does nothing, but a full server refuses it: no job is claimed whose answer has no room.
 redis.call('LPUSHX', 'qsvc:none', '')
 local now = redis_now()
-local lease_end = math.floor(now) + lease
+-- As text, since a number is printed anew for each command that it is given to.
+local now_text, index_end = string.format('%.6f', now), string.format('%.6f', now + lease + 60)
+local lease_end = tostring(math.floor(now) + lease)
 
 local function tokens_of(progress)
   local tokens = 0
@@ -40,15 +42,16 @@ local function charge_death(id, f)
   return deaths, reached
 end
 
--- What the worker holds, added by one command at the end.
-local held = {}
+-- What the worker holds, and the leases in one queue, each added by one command at the end.
+local held, leases = {}, {}
 
 local function start(id, jk, flat, f, wip, queue_index)
   local ex, attempt = ARGV[7 + #out], number(f.qsvc_attempt, 0) + 1
   local composite = id .. ':' .. ex
   local ek, executions = RQ .. ':execution:' .. composite, RQ .. ':executions:' .. id
-  -- First: whatever comes of the rest, a job that has left its queue is put back when it ends.
-  redis.call('ZADD', wip, lease_end, composite)
+  -- First: whatever comes of the rest, a job that has left its queue is put back when this ends.
+  leases[#leases + 1] = lease_end
+  leases[#leases + 1] = composite
   -- One that stock tools put back, or that was cancelled and retried, may still be at work
   -- somewhere: two must never hold one job.
   local holder = RQ .. ':worker:' .. (f.worker_name or '') .. ':executions'
@@ -57,10 +60,10 @@ local function start(id, jk, flat, f, wip, queue_index)
   end
   -- Only stock tools queue a line that its batch counts as ended.
   if f.qsvc_batch and f.ended_at then reopen_line(batch_key(f.qsvc_batch), f.qsvc_line or '') end
-  redis.call('HSET', ek, 'id', ex, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
-    'worker_name', worker)
+  redis.call('HSET', ek, 'id', ex, 'job_id', id, 'created_at', now_text, 'last_heartbeat',
+    now_text, 'worker_name', worker)
   redis.call('EXPIRE', ek, lease)
-  redis.call('ZADD', executions, now + lease + 60, ex)
+  redis.call('ZADD', executions, index_end, ex)
   redis.call('EXPIRE', executions, lease + 60)
   held[#held + 1] = composite
   local set = {'status', 'started', 'started_at', iso, 'last_heartbeat', iso, 'worker_name',
@@ -69,8 +72,10 @@ local function start(id, jk, flat, f, wip, queue_index)
     set[#set + 1] = field
     set[#set + 1] = tostring(value)
   end
+  local deaths = f.qsvc_deaths or '0'
   if is_set(f.qsvc_execution) then
-    local deaths, reached = charge_death(id, f)
+    local reached
+    deaths, reached = charge_death(id, f)
     also('qsvc_deaths', deaths)
     also('qsvc_reached', reached)
     also('qsvc_alone', '')
@@ -87,7 +92,9 @@ local function start(id, jk, flat, f, wip, queue_index)
   if not f.qsvc_batch then also('description', 'qsvc request') end
   redis.call('HSET', jk, unpack(set))
   if is_set(f.ttl) or attempt > 1 then redis.call('PERSIST', jk) end
-  for i = 1, #set do flat[#flat + 1] = set[i] end
+  for _, item in ipairs({'qsvc_attempt', tostring(attempt), 'qsvc_deaths', deaths}) do
+    flat[#flat + 1] = item
+  end
   out[#out + 1] = {id, ex, queue_index, flat}
 end
 
@@ -105,24 +112,16 @@ local function had_ended(id, jk, f, queue)
   return false
 end
 
--- How many lanes take turns; when only the queue itself is left, it needs none.
-local function needed(lanes, num_lanes)
-  if num_lanes ~= 1 then return num_lanes end
-  redis.call('DEL', lanes)
-  return 0
-end
-
-for q = 5, #KEYS, 3 do
-  local main, wip, lanes = KEYS[q], KEYS[q + 1], KEYS[q + 2]
+-- Claim from the lanes of one queue in turn, beginning with the first of `order`; '-' is the queue
+-- itself. Takes empty lanes out of `order`. Returns whose turn is next and the jobs of a newer format.
+local function serve(main, wip, lanes, order, queue_index)
   local queue = string.sub(main, #(RQ .. ':queue:') + 1)
-  local num_lanes = needed(lanes, redis.call('LLEN', lanes))
-  local newer, misses = {}, 0
-  while #out < n and looked < 2000 and #newer < 500 and misses <= num_lanes do
-    local lane = num_lanes > 0 and redis.call('LMOVE', lanes, lanes, 'LEFT', 'RIGHT') or '-'
+  local newer, at, is_main_empty = {}, 1, false
+  while #order > (is_main_empty and 1 or 0) and #out < n and looked < 2000 and #newer < 500 do
+    local lane = order[at]
     local list = lane == '-' and main or main .. ':' .. lane
-    local id = redis.call('LPOP', list)
+    local id = not (lane == '-' and is_main_empty) and redis.call('LPOP', list)
     if id then
-      misses = 0
       local jk = job_key(id)
       local flat = redis.pcall('HGETALL', jk)  -- an error is an empty list: no job
       local f = {}
@@ -132,19 +131,38 @@ for q = 5, #KEYS, 3 do
         newer[#newer + 1] = {list = list, lane = lane, id = id}
       else
         looked = looked + 1
-        if is_queued and not pcall(start, id, jk, flat, f, wip, (q - 5) / 3) then
+        if is_queued and not pcall(start, id, jk, flat, f, wip, queue_index) then
           -- Somebody put another type where the job's executions are listed.
           redis.call('DEL', RQ .. ':executions:' .. id)
-          start(id, jk, flat, f, wip, (q - 5) / 3)
+          start(id, jk, flat, f, wip, queue_index)
         end
       end
-    elseif lane == '-' then
-      misses = misses + 1
-    else
+    elseif lane ~= '-' then
       redis.call('LREM', lanes, 1, lane)
       redis.call('SREM', queues, list)
-      num_lanes = needed(lanes, num_lanes - 1)
+      table.remove(order, at)
+      at = at - 1
+    else
+      is_main_empty = true
     end
+    at = at < #order and at + 1 or 1
+  end
+  return at, newer
+end
+
+for q = 5, #KEYS, 3 do
+  local main, wip, lanes = KEYS[q], KEYS[q + 1], KEYS[q + 2]
+  local order = redis.call('LRANGE', lanes, 0, -1)
+  local num_lanes = #order
+  if num_lanes == 0 then order[1] = '-' end
+  local is_well, at, newer = pcall(serve, main, wip, lanes, order, (q - 5) / 3)
+  call_many('ZADD', wip, leases)
+  if not is_well then error(at) end
+  leases = {}
+  if num_lanes > 0 and #order == 1 and order[1] == '-' then
+    redis.call('DEL', lanes)  -- only the queue itself is left: it needs no turns
+  elseif num_lanes > 0 then
+    for _ = 2, at do redis.call('LMOVE', lanes, lanes, 'LEFT', 'RIGHT') end
   end
   for i = #newer, 1, -1 do
     local job = newer[i]
@@ -153,7 +171,7 @@ for q = 5, #KEYS, 3 do
   end
 end
 if #out > 0 then
-  redis.call('SADD', wex, unpack(held))
+  call_many('SADD', wex, held)
   redis.call('HSET', wkey, 'state', 'busy')
   redis.call('EXPIRE', wex, lease + 60)
 end

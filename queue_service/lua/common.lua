@@ -23,6 +23,13 @@ local function json_list(text)
   return is_json and type(value) == 'table' and value or {}
 end
 
+-- Run a command on a key with many arguments, in parts that Lua's stack holds; none do nothing.
+local function call_many(command, key, items)
+  for i = 1, #items, 4000 do
+    redis.call(command, key, unpack(items, i, math.min(i + 3999, #items)))
+  end
+end
+
 -- Let a batch's lane take turns with the queue itself.
 local function open_lane(queues, main, lanes, batch)
   redis.call('SADD', queues, main, main .. ':' .. batch)
@@ -86,21 +93,27 @@ local function line_job_key(key, line)
   return job_key(string.sub(key, #batch_key('') + 1) .. '-' .. line)
 end
 
--- Note how a line of a batch ended; false when it had ended already. The caller counts it.
+-- Note how a line of a batch ended and return its entry in <batch>:done; false when it had ended
+-- already, or the line is none. The caller counts it and has the line's job name the entry.
 local function note_outcome(key, line, outcome)
   local bits, at = key .. ':outcomes', '#' .. line
-  local before = redis.pcall('BITFIELD', bits, 'GET', 'u2', at)
-  if before[1] ~= 0 then return false end  -- also when the hash named no line
-  redis.call('BITFIELD', bits, 'SET', 'u2', at, OUTCOME_BITS[outcome])
-  local entry = redis.call('XADD', key .. ':done', '*', 'l', line, 's', outcome)
-  local jk = line_job_key(key, line)
+  local before = redis.pcall('BITFIELD', bits, 'SET', 'u2', at, OUTCOME_BITS[outcome])[1]
+  if before ~= 0 then
+    if before then redis.call('BITFIELD', bits, 'SET', 'u2', at, before) end
+    return false
+  end
+  return redis.call('XADD', key .. ':done', '*', 'l', line, 's', outcome)
+end
+
+local function name_entry(jk, entry)
   if redis.call('EXISTS', jk) == 1 then redis.call('HSET', jk, 'qsvc_done', entry) end
-  return true
 end
 
 -- Count a batch's line as ended, once; true when it was counted.
 local function settle_line(key, line, outcome)
-  if redis.call('EXISTS', key) == 0 or not note_outcome(key, line, outcome) then return false end
+  local entry = redis.call('EXISTS', key) == 1 and note_outcome(key, line, outcome)
+  if not entry then return false end
+  name_entry(line_job_key(key, line), entry)
   redis.call('HINCRBY', key, outcome, 1)
   close_batch(key)
   return true

@@ -5,19 +5,19 @@
 --      5 rq:worker:<w>:executions  6 rq:queue:<q>  7 rq:scheduled:<q>  8 qsvc:aftercare:<q>
 -- ARGV 1 iso time  2 worker name  3 most tries of a transient failure  4 seconds after which
 --      another worker may take over the aftercare
---      then per execution: job id, execution id, status (finished, failed, stopped), seconds to
---      keep (0 delete at once, -1 for ever), start, end (epoch), result payload, error (JSON) or
---      '', prompt tokens, completion tokens, cached tokens, the stream's last entry as a JSON
---      array, seconds to keep the stream, '1' to end the stream even when it has no entry yet,
---      '1' when the job's own Retry applies, seconds until a transient failure is tried again or ''
+--      then per execution: result payload, and a JSON array of: job id, execution id, status
+--      (finished, failed, stopped), seconds to keep (0 delete at once, -1 for ever), start, end
+--      (epoch, as texts), error (JSON) or '', prompt tokens, completion tokens, cached tokens, the
+--      stream's last entry as an array, seconds to keep the stream, whether the stream is ended
+--      even when it has no entry yet, whether the job's own Retry applies, and seconds until a
+--      transient failure is tried again or -1
 -- Writes also rq:job:<id>, rq:results:<id>, rq:executions:<id>, the batches' keys,
 -- qsvc:stream:<id>; drops rq:execution:<id>:<ex>, qsvc:progress:<id>:<ex>.
 -- Returns for each: ok; aftercare (ok, and <id>:<ex>:<status> is in qsvc:aftercare:<q> for the
--- job's dependents, callbacks or rate limit); retry; lost (not our lease); or the status that
--- refused the result.
+-- job's dependents, callbacks or rate limit); retry; lost (not our lease); the status that
+-- refused the result; or server error and its text, when a key of the job has a wrong type.
 local wip, finished, failed, wkey, wex, queue, scheduled, aftercare = unpack(KEYS)
 local iso, worker, most_tries, care_seconds = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local STEP = 16
 -- A job that asked to be deleted at its end stays so long for its aftercare to read.
 local CARE_SECONDS = 300
 local now = redis_now()
@@ -47,8 +47,9 @@ local function was_accepted(id, ex)
   return false
 end
 
--- Note a line's end; its batch is counted up once for all lines of this call.
-local function settle(batch, line, outcome, prompt, completion, cached)
+-- Note the end of a job's line; its batch is counted up once for all lines of this call. Returns
+-- its entry in <batch>:done where this job is to name it.
+local function settle(jk, batch, line, outcome, prompt, completion, cached)
   local key = batch_key(batch)
   local b = batches[key]
   if b == nil then
@@ -56,86 +57,86 @@ local function settle(batch, line, outcome, prompt, completion, cached)
       and {completed = 0, failed = 0, prompt = 0, completion = 0, cached = 0}
     batches[key] = b
   end
-  if not b or not note_outcome(key, line, outcome) then return end
+  local entry = b and note_outcome(key, line, outcome)
+  if not entry then return end
   b[outcome] = b[outcome] + 1
   b.prompt, b.completion, b.cached = b.prompt + prompt, b.completion + completion, b.cached + cached
+  local named = line_job_key(key, line)
+  if named == jk then return entry end
+  name_entry(named, entry)
 end
 
-local FIELDS = {'status', 'retries_left', 'qsvc_auto_retry', 'retry_intervals', 'repeats_left',
-  'repeat_intervals', 'success_callback_name', 'failure_callback_name', 'stopped_callback_name',
-  'rate_limit_key', 'enqueue_at_front_on_retry', 'qsvc_batch', 'qsvc_line', 'qsvc_transient',
-  'qsvc_generation', 'qsvc_execution'}
+local CALLBACKS = {finished = 'success_callback_name', failed = 'failure_callback_name',
+  stopped = 'stopped_callback_name'}
 
--- What belongs to the ended executions, dropped by one command each at the end.
-local ended, ended_keys = {}, {}
+-- What belongs to the ended executions, dropped by one command each at the end, and what enters
+-- the registries.
+local ended, ended_keys, into_finished, into_failed = {}, {}, {}, {}
 
-local function finish_one(at)
-  local id, ex, status, keep = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
-  local start, finish, payload, err = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6], ARGV[at + 7]
-  local jk, composite = job_key(id), id .. ':' .. ex
-  local held = redis.call('ZREM', wip, composite) == 1
-  ended[#ended + 1] = composite
-  ended_keys[#ended_keys + 1] = RQ .. ':execution:' .. composite
-  ended_keys[#ended_keys + 1] = 'qsvc:progress:' .. composite
+local function finish_one(payload, outcome_of, composite, is_held, has_followers)
+  local id, ex, status, keep, start, finish, err, prompt, completion, cached, stream_end,
+    stream_keep, ends_stream, may_retry, transient_seconds = unpack(outcome_of)
+  local jk = job_key(id)
   redis.pcall('ZREM', RQ .. ':executions:' .. id, ex)
-  if not held then return was_accepted(id, ex) and 'ok' or 'lost' end
-  local f = redis.call('HMGET', jk, unpack(FIELDS))
-  if not f[1] then return 'deleted' end
-  if f[1] ~= 'started' then return f[1] end
-  if f[16] ~= ex then return 'lost' end
+  if not is_held then return was_accepted(id, ex) and 'ok' or 'lost' end
+  local now_status, holder, batch, line, auto_retry, repeats_left, callback, limit = unpack(
+    redis.call('HMGET', jk, 'status', 'qsvc_execution', 'qsvc_batch', 'qsvc_line',
+      'qsvc_auto_retry', 'repeats_left', CALLBACKS[status], 'rate_limit_key'))
+  if not now_status then return 'deleted' end
+  if now_status ~= 'started' then return now_status end
+  if holder ~= ex then return 'lost' end
 
   counts[status == 'finished' and 'finished' or 'failed'] =
     counts[status == 'finished' and 'finished' or 'failed'] + 1
   counts.working = counts.working + tonumber(finish) - tonumber(start)
 
-  local user_retries = f[3] ~= '1' and number(f[2], 0) or 0
-  local transient_seconds = ARGV[at + 15]
-  if transient_seconds ~= '' then
-    local tries = number(f[14], 0) + 1
+  local user_retries = 0
+  if may_retry and auto_retry ~= '1' then
+    user_retries = number(redis.call('HGET', jk, 'retries_left'), 0)
+  end
+  if transient_seconds >= 0 then
+    local tries = number(redis.call('HGET', jk, 'qsvc_transient'), 0) + 1
     if tries <= most_tries then
       redis.call('HSET', jk, 'qsvc_transient', tries)
       redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
-      again(jk, id, tonumber(transient_seconds), true)
+      again(jk, id, transient_seconds, true)
       return 'retry'
     end
-  elseif ARGV[at + 14] == '1' and user_retries > 0 then
-    local intervals = json_list(f[4])
+  elseif user_retries > 0 then
+    local f = redis.call('HMGET', jk, 'retry_intervals', 'enqueue_at_front_on_retry')
+    local intervals = json_list(f[1])
     local seconds = number(intervals[math.max(#intervals - user_retries, 0) + 1], 0)
     redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
     redis.call('HSET', jk, 'retries_left', user_retries - 1)
-    again(jk, id, seconds, f[11] == '1')
+    again(jk, id, seconds, f[2] == '1')
     return 'retry'
   end
 
   local outcome = status == 'finished' and 'completed' or 'failed'
-  if is_set(f[12]) then
-    settle(f[12], f[13], outcome, tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]),
-      tonumber(ARGV[at + 10]))
-  end
+  local done = is_set(batch) and settle(jk, batch, line, outcome, prompt, completion, cached)
   local drop = {'qsvc_execution', 'qsvc_alone', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient',
     'qsvc_write'}
-  if f[3] == '1' then
+  if auto_retry == '1' then
     drop[7], drop[8] = 'qsvc_auto_retry', 'retries_left'
   end
   redis.call('HDEL', jk, unpack(drop))
   local stream = 'qsvc:stream:' .. id
-  if ARGV[at + 13] == '1' or redis.call('EXISTS', stream) == 1 then
-    redis.pcall('XADD', stream, '*', unpack(cjson.decode(ARGV[at + 11])))
-    redis.call('EXPIRE', stream, ARGV[at + 12])
+  if ends_stream or has_followers and redis.call('EXISTS', stream) == 1 then
+    redis.pcall('XADD', stream, '*', unpack(stream_end))
+    redis.call('EXPIRE', stream, stream_keep)
   end
 
-  local callback = status == 'finished' and f[7] or status == 'failed' and f[8]
-    or status == 'stopped' and f[9]
-  local needs_care = is_set(callback) or is_set(f[10])
-    or redis.call('EXISTS', jk .. ':dependents') == 1
-  local repeats = status == 'finished' and number(f[5], 0) or 0
+  local needs_care = is_set(callback) or is_set(limit)
+    or has_followers and redis.call('EXISTS', jk .. ':dependents') == 1
+  local repeats = status == 'finished' and number(repeats_left, 0) or 0
   local results = RQ .. ':results:' .. id
   if keep == 0 and not needs_care and repeats == 0 then
     redis.call('DEL', jk, results, RQ .. ':executions:' .. id)
     return 'ok'
   end
-  redis.call('HSET', jk, 'status', status, 'ended_at', iso, 'last_heartbeat', iso,
-    'qsvc_settled', outcome)
+  local set = {'status', status, 'ended_at', iso, 'last_heartbeat', iso, 'qsvc_settled', outcome}
+  if done then set[9], set[10] = 'qsvc_done', done end
+  redis.call('HSET', jk, unpack(set))
   if keep ~= 0 or needs_care then
     local entry = {'type', status == 'finished' and 1 or 2, 'worker_name', worker,
       'execution_id', ex, 'execution_started_at', start, 'execution_ended_at', finish,
@@ -151,28 +152,31 @@ local function finish_one(at)
       redis.call('XADD', results, '*', unpack(entry))
     end
   end
-  local registry = status == 'finished' and finished or failed
+  local registry = status == 'finished' and into_finished or into_failed
   if repeats > 0 then
-    local intervals = json_list(f[6])
+    local intervals = json_list(redis.call('HGET', jk, 'repeat_intervals'))
     local seconds = number(intervals[1], 0)
     if #intervals > 1 then
       table.remove(intervals, 1)
       redis.call('HSET', jk, 'repeat_intervals', cjson.encode(intervals))
     end
-    redis.call('HSET', jk, 'repeats_left', repeats - 1, 'qsvc_generation', number(f[15], 0) + 1)
+    redis.call('HSET', jk, 'repeats_left', repeats - 1, 'qsvc_generation',
+      number(redis.call('HGET', jk, 'qsvc_generation'), 0) + 1)
     redis.call('HDEL', jk, 'qsvc_settled')
     again(jk, id, seconds, false)
-  elseif keep > 0 and not is_set(f[12]) then
+  elseif keep > 0 and not is_set(batch) then
     redis.call('EXPIRE', jk, keep)
-    redis.call('ZADD', registry, seconds_now + keep, id)
+    registry[#registry + 1] = seconds_now + keep
+    registry[#registry + 1] = id
   elseif keep ~= 0 then  -- for ever; or until its batch has ended, whose end sets the time
-    redis.call('ZADD', registry, '+inf', id)
+    registry[#registry + 1] = '+inf'
+    registry[#registry + 1] = id
   else
     redis.call('EXPIRE', jk, CARE_SECONDS)
   end
   if keep == 0 then
     redis.call('EXPIRE', results, CARE_SECONDS)
-  elseif keep > 0 and not is_set(f[12]) then
+  elseif keep > 0 and not is_set(batch) then
     redis.call('EXPIRE', results, keep)
   else
     redis.call('PERSIST', results)
@@ -184,12 +188,33 @@ local function finish_one(at)
   return 'ok'
 end
 
-local replies = {}
-for at = 5, #ARGV, STEP do replies[#replies + 1] = finish_one(at) end
-if #ended > 0 then
-  redis.call('SREM', wex, unpack(ended))
-  redis.call('DEL', unpack(ended_keys))
+local outcomes = {}
+local followers = {}  -- streams that somebody reads, and lists of dependents
+for at = 6, #ARGV, 2 do
+  local decoded = cjson.decode(ARGV[at])
+  local id = decoded[1]
+  local composite = id .. ':' .. decoded[2]
+  outcomes[#outcomes + 1] = decoded
+  ended[#ended + 1] = composite
+  ended_keys[#ended_keys + 1] = RQ .. ':execution:' .. composite
+  ended_keys[#ended_keys + 1] = 'qsvc:progress:' .. composite
+  followers[#followers + 1] = 'qsvc:stream:' .. id
+  followers[#followers + 1] = job_key(id) .. ':dependents'
 end
+if #ended == 0 then return {} end
+local leases = redis.call('ZMSCORE', wip, unpack(ended))
+-- The first write, and not under pcall: a server that cannot write refuses the whole call here.
+redis.call('ZREM', wip, unpack(ended))
+local has_followers = redis.call('EXISTS', unpack(followers)) > 0
+local replies = {}
+for i, composite in ipairs(ended) do
+  local is_well, reply = pcall(finish_one, ARGV[3 + 2 * i], outcomes[i], composite, leases[i],
+    has_followers)
+  -- Somebody changed the type of a key of this job: the others must not suffer.
+  replies[i] = is_well and reply or 'server error: ' .. (reply.err or tostring(reply))
+end
+redis.call('SREM', wex, unpack(ended))
+redis.call('DEL', unpack(ended_keys))
 if counts.finished > 0 then redis.call('HINCRBY', wkey, 'successful_job_count', counts.finished) end
 if counts.failed > 0 then redis.call('HINCRBY', wkey, 'failed_job_count', counts.failed) end
 if counts.working > 0 then
@@ -208,4 +233,6 @@ for key, b in pairs(batches) do
     close_batch(key)
   end
 end
+call_many('ZADD', finished, into_finished)
+call_many('ZADD', failed, into_failed)
 return replies

@@ -29,6 +29,7 @@ from queue_service.settings import PathSettings, RetentionSettings, SubmitSettin
 @click.option("--new", "is_fresh", is_flag=True, help="Run again from the start; replaces -o.")
 @click.option("--slots", type=int, help="Most requests generated at once (default: 32).")
 @click.option("--dtype", help="Weights: auto, float32, float16, bfloat16 or stored.")
+@click.option("--kv-memory", metavar="SIZE", help="Memory for keys and values, such as 8GB.")
 @click.option("--blas-threads", type=int, help="CPU threads of OpenBLAS (Linux).")
 @click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one run or worker on each.")
 @json_option
@@ -42,6 +43,7 @@ def command(
     is_fresh: bool,
     slots: int | None,
     dtype: str | None,
+    kv_memory: str | None,
     blas_threads: int | None,
     device_slot: str | None,
     as_json: bool,
@@ -57,7 +59,12 @@ def command(
     from workers.supervisor import default_slot
 
     worker = WorkerSettings.load(
-        model=model, slots=slots, dtype=dtype, blas_threads=blas_threads, device_slot=device_slot
+        model=model,
+        slots=slots,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        blas_threads=blas_threads,
+        device_slot=device_slot,
     )
     options = RunOptions(
         file=file,

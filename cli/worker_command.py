@@ -22,6 +22,7 @@ from queue_service.settings import PathSettings, RedisSettings, RetentionSetting
 @click.option("--queue", "queues", multiple=True, help="Another queue to claim from; repeatable.")
 @click.option("--slots", type=int, help="Most requests generated at once (default: 32).")
 @click.option("--dtype", help="Weights: auto, float32, float16, bfloat16 or stored.")
+@click.option("--kv-memory", metavar="SIZE", help="Memory for keys and values, such as 8GB.")
 @click.option("--blas-threads", type=int, help="CPU threads of OpenBLAS (Linux).")
 @click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one run or worker on each.")
 @click.option("--burst", is_flag=True, help="End when the queues are empty.")
@@ -33,6 +34,7 @@ def command(
     queues: tuple[str, ...],
     slots: int | None,
     dtype: str | None,
+    kv_memory: str | None,
     blas_threads: int | None,
     device_slot: str | None,
     burst: bool,
@@ -58,6 +60,7 @@ def command(
         queues=queues or None,
         slots=slots,
         dtype=dtype,
+        kv_memory=kv_memory,
         blas_threads=blas_threads,
         device_slot=device_slot,
     )

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import platformdirs
 from pydantic import (
+    ByteSize,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -186,8 +187,19 @@ class WorkerSettings(Section):
         None,
         description="Tokens for a request that sets no limit; unset: until stop or context end.",
     )
-    prefill_batch: PositiveInt = Field(8, description="Rows prefilled together.")
-    prefill_step: PositiveInt = Field(2048, description="Tokens in one prefill chunk.")
+    prefill_step: PositiveInt = Field(
+        1024, description="Most prompt tokens that one step takes in, over all rows."
+    )
+    prefill_pause_seconds: Seconds = Field(
+        0.6,
+        description="How long a step may keep rows that are being decoded waiting while it takes"
+        " prompt tokens in.",
+    )
+    kv_memory: ByteSize | None = Field(
+        None,
+        description="Memory for keys and values of all rows, such as 8GB; unset: most of what the"
+        " device has left beside the model.",
+    )
     device_slot: Annotated[str, Field(pattern=r"^(gpu|cpu):\d+$")] | None = Field(
         None, description="Device slot to take, such as gpu:0 or cpu:1; unset: gpu:0, else cpu:0."
     )

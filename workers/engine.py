@@ -17,16 +17,24 @@ class Token:
     token_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A row that left the batch without an ending; the error's class says what becomes of it."""
+
+    execution_id: str
+    error: Exception
+
+
 class Engine(Protocol):
     """Generates tokens for many rows at once. Every method is called on the engine thread."""
 
     def add(self, requests: Iterable[PreparedRequest]) -> None:
-        """Take requests in; they join the batch as rows within the next steps."""
+        """Take requests in; they join the batch as rows when there is room for them."""
 
     def remove(self, execution_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[Token | Failed]:
         """Do one bounded piece of work; return the tokens that became known, at most one a row.
 
         A row that generated an end-of-sequence token or reached its limit leaves the batch.
@@ -38,4 +46,4 @@ class Engine(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows being prefilled or decoded."""
+        """Rows waiting, being prefilled or decoded."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from workers.engine import Engine
+from workers.engine import Engine, Failed
 from workers.requests import Generated, PreparedRequest
 from workers.text import Decoder, TextPipeline
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -24,6 +27,9 @@ class Sink(Protocol):
 
     def end(self, generated: Generated, last_text: str) -> None:
         """A row came to its end; the text is what had been held back."""
+
+    def fail(self, execution_id: str, error: Exception) -> None:
+        """A row came to no ending; the error's class says what becomes of its job."""
 
     def drop(self, execution_id: str) -> None:
         """A row was removed; nothing more is wanted of it."""
@@ -51,7 +57,7 @@ class GenerationThread:
         make_parts: loads the model; called on the engine thread.
         sink: where tokens and endings go.
         on_failure: called on the engine thread with the exception that ended it.
-        max_rows: rows in one batch; more wait inside the thread.
+        max_rows: rows handed to the engine at a time; more wait inside the thread.
     """
 
     def __init__(
@@ -116,10 +122,19 @@ class GenerationThread:
         self._admit(parts)
         if not parts.engine.has_work:
             return
-        for token in parts.engine.step():
-            row = self._rows.get(token.execution_id)
-            if row is not None:
-                self._advance(parts.engine, row, token.token_id)
+        for event in parts.engine.step():
+            row = self._rows.get(event.execution_id)
+            if row is None:
+                continue
+            if isinstance(event, Failed):
+                self._fail(row, event.error)
+                continue
+            try:
+                self._advance(parts.engine, row, event.token_id)
+            except Exception as error:  # one row's text: its neighbours go on
+                logger.exception("a row failed execution=%s", event.execution_id)
+                parts.engine.remove([event.execution_id])
+                self._fail(row, error)
         self.steps += 1
 
     def _receive(self, *, idle: bool) -> None:
@@ -158,6 +173,10 @@ class GenerationThread:
             self._rows[request.execution_id] = _Row(request, text)
             self._sink.begin(request)
         parts.engine.add(admitted)
+
+    def _fail(self, row: _Row, error: Exception) -> None:
+        self._rows.pop(row.request.execution_id, None)
+        self._sink.fail(row.request.execution_id, error)
 
     def _advance(self, engine: Engine, row: _Row, token_id: int) -> None:
         execution_id = row.request.execution_id

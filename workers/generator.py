@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue_service.broker import Broker, Claimed
 from queue_service.errors import RequestError
 from queue_service.settings import WorkerSettings
+from workers.errors import WorkerLost
 from workers.generation import GenerationThread
-from workers.outcomes import WorkerLost
 from workers.preparation import Preparer
 from workers.publisher import Publisher
 from workers.requests import Refused, Result

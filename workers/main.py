@@ -17,23 +17,32 @@ def load(settings: WorkerSettings) -> ServedModel:
     """Load the model and make its engine; called on the engine thread."""
     blas = load_blas(settings.blas_threads)
     # MLX links its BLAS when it is imported: it has to come after the line above.
-    from workers.mlx_engine import MlxEngine
+    from workers.batch_engine import BatchEngine
+    from workers.memory import MemoryGuard, apply_limits, plan_memory
     from workers.models import load_model
-    from workers.self_test import Batching, choose_batching
+    from workers.pace import PrefillPace
+    from workers.scheduler import Policy
+    from workers.self_test import choose_runner
 
     loaded = load_model(settings.model or "", dtype=settings.dtype)
-    batching = choose_batching(loaded.model)
-    engine = MlxEngine(
-        loaded.model,
+    memory = plan_memory(model_bytes=loaded.num_bytes, kv_bytes=settings.kv_memory)
+    apply_limits(memory)
+    batching, runner = choose_runner(loaded.model, kv_bytes=memory.kv_bytes)
+    engine = BatchEngine(
+        runner,
+        vocab_size=loaded.info.vocab_size,
         eos_token_ids=loaded.info.eos_token_ids,
-        max_rows=1 if batching is Batching.ALONE else settings.slots,
-        prefill_rows=settings.prefill_batch if batching is Batching.FULL else 1,
-        prefill_step_tokens=settings.prefill_step,
+        policy=Policy(kv_budget_bytes=memory.kv_bytes, max_rows=settings.slots),
+        pace=PrefillPace(
+            pause_seconds=settings.prefill_pause_seconds, most_tokens=settings.prefill_step
+        ),
+        memory=MemoryGuard(memory.limit_bytes),
     )
     versions = f"mlx={version('mlx')} mlx-lm={version('mlx-lm')}"
     line = (
         f"model loaded name={loaded.info.name} device={loaded.info.device} "
-        f"dtype={loaded.info.dtype} rows={batching.value!r} {versions}"
+        f"dtype={loaded.info.dtype} rows={batching.value!r} "
+        f"model_mb={loaded.num_bytes / 1e6:.0f} kv_mb={memory.kv_bytes / 1e6:.0f} {versions}"
     )
     return ServedModel(
         parts=EngineParts(engine, loaded.tokenizer, loaded.info.eos_token_ids),

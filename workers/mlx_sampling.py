@@ -1,76 +1,81 @@
-"""Draws tokens on the device by a `SamplingPlan`: greedy, or Gumbel-max with the plan's keys."""
+"""Draws tokens on the device by `SamplingPlan`s: greedy, or Gumbel-max with the plan's keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final
 
 import mlx.core as mx
 
-from workers.sampling import SamplingPlan, sampling_key
+from workers.sampling import SamplingPlan, sampling_keys
 
 # Nearly every nucleus is smaller than this; sorting a whole vocabulary takes many times longer.
 _NUM_PRESELECTED: Final = 1024
 # Below it the division overflows float32; at it a gap of 1e-4 between two tokens decides already.
 _MIN_TEMPERATURE: Final = 1e-6
 
-RowSampler = Callable[[mx.array], mx.array]
 
-
-def greedy(logprobs: mx.array) -> mx.array:
+def greedy(logits: mx.array) -> mx.array:
     """Return the likeliest token of each row: (rows, vocabulary) to (rows,), uint32."""
-    return mx.argmax(logprobs, axis=-1)
+    return mx.argmax(logits, axis=-1)
 
 
-def make_row_sampler(plan: SamplingPlan, start_position: int = 0) -> RowSampler:
-    """Return the sampler of one row of an mlx-lm batch.
+def draw(logits: mx.array, plans: Sequence[SamplingPlan], positions: Sequence[int]) -> mx.array:
+    """Draw one token for each row.
 
-    Greedy rows all get the same function, since mlx-lm samples a batch in one call where the rows
-    share a sampler. Another row gets its own: it takes the row's log-probabilities or logits,
-    shape (1, vocabulary), and returns its token, shape (1,), uint32. It counts its calls, one per
-    completion token in order, and depends on nothing else: the token is that of any other batch.
+    A row's token depends on its own logits, plan and position alone, not on its neighbours.
+    Computes nothing yet, but waits for the logits when a row has a nucleus in a large vocabulary.
 
     Args:
-        plan: how to draw.
-        start_position: completion tokens the row has already, when it is taken up again.
+        logits: (rows, vocabulary), logits or log-probabilities.
+        plans: how each row is drawn.
+        positions: completion tokens that each row has already.
+
+    Returns:
+        (rows,), uint32.
     """
-    if plan.is_greedy:
-        return greedy
-    position = start_position
-
-    def sample(logprobs: mx.array) -> mx.array:
-        nonlocal position
-        key = mx.array(sampling_key(plan.seed, position), dtype=mx.uint32)
-        position += 1
-        return _draw(logprobs[0].astype(mx.float32), plan, key)[None]
-
-    return sample
+    tokens = greedy(logits)
+    drawn = [row for row, plan in enumerate(plans) if not plan.is_greedy]
+    if not drawn:
+        return tokens
+    if len(drawn) == len(plans):
+        return _draw(logits, plans, positions)
+    rows = mx.array(drawn)
+    tokens[rows] = _draw(logits[rows], [plans[r] for r in drawn], [positions[r] for r in drawn])
+    return tokens
 
 
-def _draw(logprobs: mx.array, plan: SamplingPlan, key: mx.array) -> mx.array:
-    """Draw one token, a scalar, from one row's float32 log-probabilities, shape (vocabulary,)."""
-    scaled = (logprobs - logprobs.max()) / max(plan.temperature, _MIN_TEMPERATURE)
-    if plan.top_p < 1:
-        scaled = mx.where(scaled >= _nucleus_floor(scaled, plan.top_p), scaled, -mx.inf)
+def _draw(logits: mx.array, plans: Sequence[SamplingPlan], positions: Sequence[int]) -> mx.array:
+    temperatures = mx.array([max(plan.temperature, _MIN_TEMPERATURE) for plan in plans])
+    logits = logits.astype(mx.float32)
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperatures[:, None]
+    cut = [row for row, plan in enumerate(plans) if plan.top_p < 1]
+    if cut:
+        rows = mx.array(cut)
+        floors = mx.full((len(plans), 1), -mx.inf)
+        floors[rows] = _nucleus_floors(scaled[rows], mx.array([plans[r].top_p for r in cut]))
+        scaled = mx.where(scaled >= floors, scaled, -mx.inf)
+    keys = mx.array(sampling_keys([plan.seed for plan in plans], positions))
     # Always of shape (vocabulary,): mlx draws other noise, from the same key, for another shape.
-    return mx.argmax(scaled + mx.random.gumbel(scaled.shape, key=key))
+    noise = mx.vmap(lambda key: mx.random.gumbel(logits.shape[1:], key=key))(keys)
+    return mx.argmax(scaled + noise, axis=-1)
 
 
-def _nucleus_floor(scaled: mx.array, top_p: float) -> mx.array:
-    """Return the log-probability of the nucleus's last token, a scalar.
+def _nucleus_floors(scaled: mx.array, top_p: mx.array) -> mx.array:
+    """Return the log-probability of each nucleus's last token, (rows, 1).
 
     Tokens as likely as that one are all in, so the nucleus does not depend on their order.
-    Evaluates the row when the vocabulary is large.
     """
-    log_total = mx.logsumexp(scaled)
-    if scaled.size > _NUM_PRESELECTED:
-        likeliest = mx.sort(mx.topk(scaled, _NUM_PRESELECTED))[::-1]
-        if (mx.exp(likeliest - log_total).sum() >= top_p).item():
-            return _floor_of_sorted(likeliest, log_total, top_p)
-    return _floor_of_sorted(mx.sort(scaled)[::-1], log_total, top_p)
+    log_total = mx.logsumexp(scaled, axis=-1, keepdims=True)
+    if scaled.shape[-1] > _NUM_PRESELECTED:
+        likeliest = mx.sort(mx.topk(scaled, _NUM_PRESELECTED), axis=-1)[:, ::-1]
+        held = mx.exp(likeliest - log_total).sum(axis=-1)
+        if mx.all(held >= top_p).item():
+            return _floors_of_sorted(likeliest, log_total, top_p)
+    return _floors_of_sorted(mx.sort(scaled, axis=-1)[:, ::-1], log_total, top_p)
 
 
-def _floor_of_sorted(likeliest: mx.array, log_total: mx.array, top_p: float) -> mx.array:
-    mass_before = mx.cumsum(mx.exp(likeliest - log_total), inclusive=False)
-    num_kept = mx.maximum((mass_before < top_p).sum(), 1)
-    return likeliest[num_kept - 1]
+def _floors_of_sorted(likeliest: mx.array, log_total: mx.array, top_p: mx.array) -> mx.array:
+    mass_before = mx.cumsum(mx.exp(likeliest - log_total), axis=-1, inclusive=False)
+    num_kept = mx.maximum((mass_before < top_p[:, None]).sum(axis=-1, keepdims=True), 1)
+    return mx.take_along_axis(likeliest, num_kept - 1, axis=-1)

@@ -52,6 +52,11 @@ class LoadedModel:
     tokenizer: Tokenizer
     info: ModelInfo
 
+    @property
+    def num_bytes(self) -> int:
+        """What the weights take."""
+        return sum(array.nbytes for _, array in _parameters(self.model))
+
 
 def load_model(name: str, *, dtype: str = "auto") -> LoadedModel:
     """Load ``name`` with weights of ``dtype``, evaluated in this thread.

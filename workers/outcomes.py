@@ -12,37 +12,16 @@ from queue_service.errors import QsvcError, RequestError
 from queue_service.payload import encode_answer
 from queue_service.responses import Usage, completion_body
 from queue_service.settings import RetentionSettings
+from workers.errors import (
+    InsufficientMemory,
+    InvalidLogits,
+    Stopped,
+    TimedOut,
+    TransientError,
+    WorkerLost,
+)
 from workers.preparation import wants_stream
 from workers.requests import Generated, Refused, Result
-
-
-class TimedOut(QsvcError):
-    """The job ran longer than it said it may."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"the job ran longer than its timeout of {seconds} seconds")
-
-
-class Stopped(QsvcError):
-    """Somebody sent a stop command for the job."""
-
-    def __init__(self) -> None:
-        super().__init__("the job was stopped by a stop command")
-
-
-class TransientError(QsvcError):
-    """The job is not at fault and may well succeed later: it goes back to the queue."""
-
-
-class WorkerLost(QsvcError):
-    """Workers were lost while running the job, more often than is allowed."""
-
-    def __init__(self, deaths: int) -> None:
-        super().__init__(
-            f"{deaths} workers in a row died while running this job, before it generated "
-            "anything; it is not tried again"
-        )
-
 
 _BACKOFF_SECONDS = 5
 
@@ -51,6 +30,8 @@ _CODES: Mapping[type[Exception], tuple[str, int]] = {
     Stopped: ("stopped", 499),
     WorkerLost: ("worker_lost", 500),
     TransientError: ("unavailable", 503),
+    InvalidLogits: ("invalid_logits", 500),
+    InsufficientMemory: ("insufficient_memory", 507),
 }
 
 
@@ -122,7 +103,9 @@ class OutcomeWriter:
             error=error,
             keep_seconds=_asked(result.claimed, "failure_ttl", self._retention.failure_seconds),
             ended_at=self._clock(),
-            may_retry=not isinstance(result.error, RequestError | Stopped | WorkerLost),
+            may_retry=not isinstance(
+                result.error, RequestError | Stopped | WorkerLost | InsufficientMemory
+            ),
             retry_seconds=_BACKOFF_SECONDS if isinstance(result.error, TransientError) else None,
             stream_end=("e", "error", "code", error["code"], "message", error["message"]),
             has_stream=wants_stream(result.claimed),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from redis.exceptions import RedisError
 
 from queue_service.broker import Broker, Publication
-from workers.requests import Generated, PreparedRequest
+from workers.requests import Generated, PreparedRequest, Refused, Result
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class Publisher:
     """Collects what rows produce and writes it to Redis at intervals.
 
     Args:
-        deliver: called on the publisher thread with a row's ending, after its text is written.
+        deliver: takes a row's ending, after its text is written; called on the engine's and the
+            publisher's thread.
         on_failure: called on the publisher thread with the exception that ended it.
         lost: called with an execution that is not ours any more.
         stream_interval_seconds: text is gathered this long, except a row's first token.
@@ -60,7 +61,7 @@ class Publisher:
         self,
         broker: Broker,
         *,
-        deliver: Callable[[Generated], None],
+        deliver: Callable[[Result], None],
         lost: Callable[[str], None],
         on_failure: Callable[[BaseException], None],
         stream_interval_seconds: float,
@@ -130,6 +131,13 @@ class Publisher:
             self._wake.set()
         else:
             self._deliver(generated)
+
+    def fail(self, execution_id: str, error: Exception) -> None:
+        """A row came to no ending; its error is delivered and nothing more is written for it."""
+        with self._lock:
+            channel = self._channels.pop(execution_id, None)
+        if channel is not None:
+            self._deliver(Refused(channel.request.claimed, error))
 
     def drop(self, execution_id: str) -> None:
         """A row was removed; nothing more is written for it."""

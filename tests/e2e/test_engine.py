@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
 
 from tests.harness import make_claimed, make_request
-from workers.mlx_engine import MlxEngine
+from workers.batch_engine import BatchEngine
+from workers.engine import Token
 from workers.model_info import DEMO_MODEL
 from workers.models import LoadedModel, load_model
+from workers.pace import PrefillPace
+from workers.packed import PackedRunner
 from workers.requests import PreparedRequest
 from workers.sampling import SamplingPlan
+from workers.scheduler import Policy
 
 pytestmark = pytest.mark.model
 
@@ -28,40 +32,29 @@ PROMPTS = {
 TOKEN_LIMIT = 10
 
 
-class RecordingModel(Module):
-    """A model that notes the shape of the tokens it is fed: (rows, tokens of each)."""
+class RecordingRunner(PackedRunner):
+    """A runner that notes how many rows each decoding step had."""
 
     def __init__(self, model: Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._model = model
-        self._shapes: list[tuple[int, ...]] = []
+        super().__init__(model)
+        self.decoded_together: list[int] = []
 
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        self._shapes.append(inputs.shape)
-        logits: mx.array = self._model(inputs, cache=cache)
-        return logits
-
-    def make_cache(self) -> list[Any]:
-        caches: list[Any] = self._model.make_cache()
-        return caches
-
-    @property
-    def decoded_together(self) -> list[int]:
-        """Rows of each decoding step so far."""
-        return [rows for rows, num_tokens in self._shapes if num_tokens == 1]
+    def decode(self, order: Sequence[str], tokens: mx.array) -> mx.array:
+        self.decoded_together.append(len(order))
+        return super().decode(order, tokens)
 
 
 class Bench:
     """An engine on the demo model, driven by hand."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self.model = RecordingModel(loaded.model)
-        self.engine = MlxEngine(
-            self.model,
+        self.runner = RecordingRunner(loaded.model)
+        self.engine = BatchEngine(
+            self.runner,
+            vocab_size=loaded.info.vocab_size,
             eos_token_ids=loaded.info.eos_token_ids,
-            max_rows=8,
-            prefill_rows=8,
-            prefill_step_tokens=64,
+            policy=Policy(kv_budget_bytes=1 << 30, max_rows=8),
+            pace=PrefillPace(most_tokens=64),
         )
         self.tokens: dict[str, list[int]] = {}
         self._loaded = loaded
@@ -70,8 +63,9 @@ class Bench:
         self.engine.add([self._request(name, plan, limit) for name in names])
 
     def step(self) -> None:
-        for token in self.engine.step():
-            self.tokens.setdefault(token.execution_id, []).append(token.token_id)
+        for event in self.engine.step():
+            assert isinstance(event, Token)
+            self.tokens.setdefault(event.execution_id, []).append(event.token_id)
 
     def step_until_tokens(self, name: str, count: int) -> None:
         while len(self.tokens.get(name, [])) < count:
@@ -113,7 +107,7 @@ def alone(loaded: LoadedModel) -> dict[str, list[int]]:
         bench = Bench(loaded)
         bench.add(name)
         tokens |= bench.run()
-        assert set(bench.model.decoded_together) == {1}
+        assert set(bench.runner.decoded_together) == {1}
     return tokens
 
 
@@ -123,7 +117,7 @@ def test_greedy_rows_of_a_ragged_batch_are_as_they_are_alone(
     bench.add(*PROMPTS)
     assert bench.engine.num_rows == 3
     assert bench.run() == alone
-    assert max(bench.model.decoded_together) == 3
+    assert max(bench.runner.decoded_together) == 3
     assert not bench.engine.has_work
 
 
@@ -132,7 +126,7 @@ def test_a_row_joins_a_running_batch_and_leaves_it(
 ) -> None:
     bench.add("middle")
     bench.step_until_tokens("middle", 3)
-    assert set(bench.model.decoded_together) == {1}
+    assert set(bench.runner.decoded_together) == {1}
     bench.add("short", limit=2)
     bench.step_until_tokens("short", 2)
     assert 3 < len(bench.tokens["middle"]) < TOKEN_LIMIT
@@ -140,8 +134,8 @@ def test_a_row_joins_a_running_batch_and_leaves_it(
     bench.add("long")
     bench.run()
     assert bench.tokens == {**alone, "short": alone["short"][:2]}
-    assert max(bench.model.decoded_together) == 2
-    assert bench.model.decoded_together[-1] == 1
+    assert max(bench.runner.decoded_together) == 2
+    assert bench.runner.decoded_together[-1] == 1
 
 
 def test_a_row_that_is_removed_leaves_its_neighbours_as_they_are(
@@ -153,7 +147,7 @@ def test_a_row_that_is_removed_leaves_its_neighbours_as_they_are(
     num_tokens = len(bench.tokens["long"])
     bench.run()
     assert bench.tokens == {**alone, "long": alone["long"][:num_tokens]}
-    assert {2, 3} <= set(bench.model.decoded_together)
+    assert {2, 3} <= set(bench.runner.decoded_together)
 
 
 def test_a_row_that_is_removed_before_its_first_token_never_runs(
@@ -171,7 +165,7 @@ def test_a_seeded_sampled_row_is_the_same_alone_and_among_others(loaded: LoadedM
     crowd.add("middle", plan=SAMPLED, limit=6)
     crowd.add("long", plan=SamplingPlan(temperature=0.7, top_p=1.0, seed=99), limit=6)
     assert crowd.run()["middle"] == single.run()["middle"]
-    assert max(crowd.model.decoded_together) == 3
+    assert max(crowd.runner.decoded_together) == 3
     reseeded.add("middle", plan=SamplingPlan(temperature=1.0, top_p=0.9, seed=1235), limit=6)
     assert reseeded.run()["middle"] != single.tokens["middle"]
 

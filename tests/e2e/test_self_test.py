@@ -10,7 +10,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import afm7, mamba, qwen3
 
 from queue_service.errors import ModelUnavailable
-from workers.self_test import Batching, choose_batching
+from workers.self_test import Batching, choose_runner
 
 
 def made(model: Module) -> Module:
@@ -76,15 +76,15 @@ def tiny_afm7() -> Module:
 
 
 def test_a_family_that_batches_well_is_batched() -> None:
-    assert choose_batching(tiny_qwen3()) is Batching.FULL
+    assert choose_runner(tiny_qwen3())[0] is Batching.PACKED
 
 
 def test_a_family_that_is_wrong_with_ragged_rows_is_prefilled_one_at_a_time() -> None:
-    assert choose_batching(tiny_mamba()) is Batching.ONE_ROW_PREFILL
+    assert choose_runner(tiny_mamba())[0] is Batching.ONE_ROW_PREFILL
 
 
 def test_a_family_that_is_wrong_in_any_batch_runs_alone() -> None:
-    assert choose_batching(tiny_afm7()) is Batching.ALONE
+    assert choose_runner(tiny_afm7())[0] is Batching.ALONE
 
 
 def test_a_model_that_does_not_run_at_all_is_refused() -> None:
@@ -95,4 +95,4 @@ def test_a_model_that_does_not_run_at_all_is_refused() -> None:
             raise ValueError("no batching with history")
 
     with pytest.raises(ModelUnavailable, match="no batching with history"):
-        choose_batching(Broken())
+        choose_runner(Broken())

@@ -22,6 +22,7 @@ class RecordingSink:
         self.texts: dict[str, str] = {}
         self.token_ids: dict[str, list[int]] = {}
         self.ended: dict[str, Generated] = {}
+        self.failed: dict[str, Exception] = {}
         self.dropped: list[str] = []
 
     def begin(self, request: PreparedRequest) -> None:
@@ -36,6 +37,9 @@ class RecordingSink:
     def end(self, generated: Generated, last_text: str) -> None:
         self.texts[generated.request.execution_id] += last_text
         self.ended[generated.request.execution_id] = generated
+
+    def fail(self, execution_id: str, error: Exception) -> None:
+        self.failed[execution_id] = error
 
     def drop(self, execution_id: str) -> None:
         self.dropped.append(execution_id)

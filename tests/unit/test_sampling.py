@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.mlx_sampling import greedy, make_row_sampler
+from tests.reference_engine import make_row_sampler
+from workers.mlx_sampling import draw as draw_rows
+from workers.mlx_sampling import greedy
 from workers.sampling import SamplingPlan, default_seed, sampling_key, sampling_keys
 
 # Fixed for ever: a change here changes the answers of every seeded job.
@@ -153,6 +155,32 @@ def test_noise_drawn_for_many_rows_at_once_gives_the_tokens_of_each_row() -> Non
     together = mx.argmax(formula_logits(vocab_size) + noise, axis=-1)
     alone = [draw(SamplingPlan(1.0, 1.0, s), formula_logits(vocab_size), 1, start=5) for s in seeds]
     assert together[:, None].tolist() == alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+            st.sampled_from([1.0, 0.9, 0.2]),
+            st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([50, 1500]),
+    st.integers(0, 2**32 - 1),
+)
+def test_rows_drawn_together_are_as_they_are_alone(
+    rows: list[tuple[float, float, int]], vocab_size: int, seed: int
+) -> None:
+    normal = np.random.default_rng(seed).normal(scale=3, size=(len(rows), vocab_size))
+    logits = mx.array(normal.astype(np.float32))
+    plans = [SamplingPlan(temperature, top_p, seed) for temperature, top_p, seed in rows]
+    positions = list(range(len(rows)))
+    together = draw_rows(logits, plans, positions)
+    alone = [draw(plan, logits[i : i + 1], 1, start=i)[0] for i, plan in enumerate(plans)]
+    assert together.tolist() == alone
 
 
 def test_all_greedy_rows_share_one_sampler_that_takes_a_whole_batch() -> None:

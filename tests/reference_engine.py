@@ -1,18 +1,46 @@
-"""The engine on mlx-lm's BatchGenerator: continuous batching with rows that join and leave."""
+"""The engine on mlx-lm's BatchGenerator, which tests and benchmarks compare ours with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
 
-from workers.engine import Token
-from workers.mlx_sampling import make_row_sampler
+from workers.engine import Failed, Token
+from workers.mlx_sampling import draw, greedy
 from workers.requests import PreparedRequest
+from workers.sampling import SamplingPlan
+
+RowSampler = Callable[[mx.array], mx.array]
 
 
-class MlxEngine:
+def make_row_sampler(plan: SamplingPlan, start_position: int = 0) -> RowSampler:
+    """Return the sampler of one row of an mlx-lm batch.
+
+    Greedy rows all get the same function, since mlx-lm samples a batch in one call where the rows
+    share a sampler. Another row gets its own: it takes the row's log-probabilities or logits,
+    shape (1, vocabulary), and returns its token, shape (1,), uint32. It counts its calls, one per
+    completion token in order.
+
+    Args:
+        plan: how to draw.
+        start_position: completion tokens the row has already, when it is taken up again.
+    """
+    if plan.is_greedy:
+        return greedy
+    position = start_position
+
+    def sample(logits: mx.array) -> mx.array:
+        nonlocal position
+        position += 1
+        return draw(logits, [plan], [position - 1])
+
+    return sample
+
+
+class ReferenceEngine:
     """Runs requests as rows of one BatchGenerator.
 
     Args:
@@ -62,10 +90,10 @@ class MlxEngine:
         if uids:
             self._generator.remove(uids)  # type: ignore[no-untyped-call]
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[Token | Failed]:
         """Decode one token for every running row and prefill one chunk of the waiting ones."""
         _, responses = self._generator.next()  # type: ignore[no-untyped-call]
-        tokens = []
+        tokens: list[Token | Failed] = []
         for response in responses:
             execution_id = self._execution_ids[response.uid]
             tokens.append(Token(execution_id, response.token))

@@ -1,0 +1,381 @@
+"""Our engine on a tiny random model: whatever happens around a row, its tokens stay its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.nn.layers.base import Module
+from mlx_lm.models import qwen3
+
+from tests.harness import make_claimed, make_request
+from tests.reference_engine import ReferenceEngine
+from workers.batch_engine import BatchEngine
+from workers.engine import Failed, Token
+from workers.errors import InsufficientMemory, InvalidLogits, TransientError
+from workers.memory import MemoryGuard
+from workers.pace import PrefillPace
+from workers.packed import PackedRunner
+from workers.requests import PreparedRequest
+from workers.runner import PromptChunk
+from workers.sampling import SamplingPlan
+from workers.scheduler import Policy
+
+VOCABULARY = 128
+EOS = 0
+PLENTY = 1 << 30
+GREEDY = SamplingPlan(0.0, 1.0, 0)
+NOISY = SamplingPlan(1.0, 0.9, 77)
+
+
+@cache
+def tiny_model() -> Module:
+    model = qwen3.Model(
+        qwen3.ModelArgs(
+            model_type="qwen3",
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=64,
+            num_attention_heads=4,
+            rms_norm_eps=1e-5,
+            vocab_size=VOCABULARY,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            head_dim=8,
+            tie_word_embeddings=True,
+            rope_theta=10000.0,
+        )
+    )
+    model.update({"model": {"embed_tokens": {"weight": _embeddings()}}})
+    mx.eval(model)
+    return model
+
+
+def _embeddings() -> mx.array:
+    mx.random.seed(3)
+    return mx.random.normal((VOCABULARY, 32))
+
+
+def request(
+    name: str,
+    *,
+    length: int = 9,
+    limit: int = 6,
+    plan: SamplingPlan = GREEDY,
+    tokens: Sequence[int] | None = None,
+) -> PreparedRequest:
+    """Return a request with a prompt that its name and length decide."""
+    chosen = random.Random(f"{name} {length}")
+    prompt = tokens or [chosen.randrange(1, VOCABULARY) for _ in range(length)]
+    return make_request(
+        claimed=make_claimed(job_id=name, execution_id=name),
+        prompt_ids=tuple(prompt),
+        token_limit=limit,
+        sampling=plan,
+    )
+
+
+class Bench:
+    """An engine driven by hand, and what it said of each row."""
+
+    def __init__(
+        self,
+        *,
+        budget: int = PLENTY,
+        max_rows: int = 8,
+        chunk: int = 16,
+        memory: MemoryGuard | None = None,
+        runner: PackedRunner | None = None,
+        model: Module | None = None,
+    ) -> None:
+        self.budget = budget
+        self.runner = runner or PackedRunner(model or tiny_model(), budget_bytes=budget)
+        self.engine = BatchEngine(
+            self.runner,
+            vocab_size=VOCABULARY,
+            eos_token_ids=frozenset({EOS}),
+            policy=Policy(kv_budget_bytes=budget, max_rows=max_rows, expected_tokens=8),
+            pace=PrefillPace(most_tokens=chunk, first_guess=chunk),
+            memory=memory,
+        )
+        self.tokens: dict[str, list[int]] = {}
+        self.failed: dict[str, Exception] = {}
+
+    def add(self, *requests: PreparedRequest) -> None:
+        self.engine.add(requests)
+
+    def step(self) -> None:
+        for event in self.engine.step():
+            if isinstance(event, Token):
+                self.tokens.setdefault(event.execution_id, []).append(event.token_id)
+            else:
+                self.failed[event.execution_id] = event.error
+
+    def run(self) -> dict[str, list[int]]:
+        for _ in range(10_000):
+            if not self.engine.has_work:
+                return self.tokens
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+
+@cache
+def alone(name: str, length: int, limit: int, plan: SamplingPlan) -> list[int]:
+    """Return what mlx-lm generates for a request in a batch of its own."""
+    engine = ReferenceEngine(
+        tiny_model(),
+        eos_token_ids=frozenset({EOS}),
+        max_rows=1,
+        prefill_rows=1,
+        prefill_step_tokens=512,
+    )
+    engine.add([request(name, length=length, limit=limit, plan=plan)])
+    tokens = []
+    while engine.has_work:
+        tokens += [event.token_id for event in engine.step() if isinstance(event, Token)]
+    return tokens
+
+
+def expected(requests: Iterable[PreparedRequest]) -> dict[str, list[int]]:
+    return {
+        r.execution_id: alone(r.execution_id, len(r.prompt_ids), r.token_limit, r.sampling)
+        for r in requests
+    }
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_rows_are_what_they_are_alone_whatever_joins_and_leaves(data: st.DataObject) -> None:
+    """Any lengths, limits, sampling, order, budget and moments of joining."""
+    drawn = st.tuples(
+        st.sampled_from([1, 2, 9, 40, 127, 128, 129, 300]),
+        st.sampled_from([1, 2, 7, 20]),
+        st.sampled_from([GREEDY, NOISY, SamplingPlan(0.7, 1.0, 5)]),
+    )
+    rows = data.draw(st.lists(drawn, min_size=1, max_size=10))
+    requests = [
+        request(str(i), length=length, limit=limit, plan=plan)
+        for i, (length, limit, plan) in enumerate(rows)
+    ]
+    bench = Bench(
+        budget=data.draw(st.sampled_from([PLENTY, 512 * 1024])),
+        max_rows=data.draw(st.sampled_from([1, 3, 8])),
+        chunk=data.draw(st.sampled_from([17, 64, 1000])),
+    )
+    for one in requests:
+        bench.add(one)
+        for _ in range(data.draw(st.integers(0, 6))):
+            bench.step()
+    assert bench.run() == expected(requests)
+    assert bench.failed == {}
+    assert bench.engine.peak_kv_bytes <= bench.budget
+    assert bench.runner.nbytes == 0
+
+
+def test_a_row_that_is_removed_leaves_its_neighbours_as_they_are() -> None:
+    bench = Bench()
+    kept = [request(name, length=30, limit=12) for name in "abc"]
+    bench.add(*kept, request("gone", length=30, limit=12), request("never", length=30))
+    bench.engine.remove(["never", "unknown"])
+    while len(bench.tokens.get("gone", [])) < 3:
+        bench.step()
+    bench.engine.remove(["gone"])
+    late = request("late", length=50, limit=12)
+    bench.add(late)
+    bench.run()
+    assert bench.tokens.pop("gone") == alone("gone", 30, 12, GREEDY)[:3]
+    assert bench.tokens == expected([*kept, late])
+
+
+def test_rows_are_decoded_together() -> None:
+    bench = Bench()
+    sizes: list[int] = []
+    decode = bench.runner.decode
+
+    def counted(order: Sequence[str], tokens: mx.array) -> mx.array:
+        sizes.append(len(order))
+        return decode(order, tokens)
+
+    bench.runner.decode = counted  # type: ignore[method-assign]
+    bench.add(*[request(name, length=5 + 30 * i, limit=40) for i, name in enumerate("abcd")])
+    bench.run()
+    assert max(sizes) == 4
+
+
+# --- memory ---
+
+
+def budget_for(num_rows: int, num_tokens: int) -> int:
+    return num_rows * PackedRunner(tiny_model()).row_bytes(num_tokens)
+
+
+def test_rows_that_outgrow_the_guess_are_pre_empted_and_lose_nothing() -> None:
+    # Both fit while they are short; together they outgrow it.
+    bench = Bench(budget=budget_for(3, 128))
+    rows = [request(name, length=100, limit=60) for name in "ab"]
+    bench.add(*rows)
+    assert bench.run() == expected(rows)
+    assert bench.engine.peak_kv_bytes <= bench.budget
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_numbers() -> None:
+    bench = Bench(budget=budget_for(1, 256))
+    fits = request("fits", length=200, limit=3)
+    bench.add(request("huge", length=300), fits)
+    assert bench.run() == expected([fits])
+    assert isinstance(bench.failed["huge"], InsufficientMemory)
+    assert "301 tokens need" in str(bench.failed["huge"])
+    assert "--kv-memory" in str(bench.failed["huge"])
+
+
+def test_a_row_that_outgrows_all_memory_alone_fails_after_what_it_could_say() -> None:
+    bench = Bench(budget=budget_for(1, 256))
+    bench.add(request("long", length=250, limit=50))
+    bench.run()
+    assert isinstance(bench.failed["long"], InsufficientMemory)
+    assert bench.tokens["long"] == alone("long", 250, 50, GREEDY)[: len(bench.tokens["long"])]
+    assert len(bench.tokens["long"]) == 7  # 250 + 7 - 1 of them are in memory: 256
+
+
+def test_under_memory_pressure_the_newest_row_goes_back_to_the_queue() -> None:
+    active = 0
+    guard = MemoryGuard(1000, active_bytes=lambda: active)
+    bench = Bench(memory=guard)
+    rows = [request(name, limit=80) for name in "ab"]
+    bench.add(*rows)
+    while len(bench.tokens.get("b", [])) < 3:
+        bench.step()
+    active = 2000
+    while not bench.failed:
+        bench.step()
+    assert isinstance(bench.failed.pop("b"), TransientError)
+    late = request("late", limit=3)
+    bench.add(late)
+    while len(bench.tokens["a"]) < 60:
+        bench.step()
+    assert "late" not in bench.tokens  # nothing is admitted while memory is short
+    active = 0
+    bench.run()
+    assert bench.failed == {}
+    assert bench.tokens["late"] == alone("late", 9, 3, GREEDY)
+    assert bench.tokens["a"] == alone("a", 9, 80, GREEDY)
+
+
+# --- containment ---
+
+
+def poisoned_model() -> Module:
+    """Return the tiny model with an embedding that is not a number, that of token 127."""
+    model: Any = qwen3.Model(tiny_model().args)  # type: ignore[attr-defined]
+    model.update(tiny_model().parameters())  # type: ignore[no-untyped-call]
+    # Untied, so that the poison is in one row's states and not in everyone's logits.
+    weight = _embeddings()
+    model.model.embed_tokens.weight = weight
+    clean = model.model.embed_tokens
+
+    class Poisoned(Module):
+        def __call__(self, ids: mx.array) -> mx.array:
+            embedded: mx.array = clean(ids)
+            return mx.where((ids == 127)[..., None], mx.nan, embedded)
+
+        def as_linear(self, x: mx.array) -> mx.array:
+            logits: mx.array = clean.as_linear(x)
+            return logits
+
+    model.model.embed_tokens = Poisoned()  # type: ignore[no-untyped-call]
+    return model  # type: ignore[no-any-return]
+
+
+def test_nan_ends_its_row_alone_and_does_not_stay_in_memory() -> None:
+    bench = Bench(model=poisoned_model(), max_rows=2)
+    rows = [request(name, length=40, limit=10) for name in "abcdefghijkl"]
+    clean = [row for row in rows if 127 not in row.prompt_ids]
+    bench.add(request("bad", tokens=[5, 127, 9, 3]), *clean)
+    bench.run()
+    assert isinstance(bench.failed.pop("bad"), InvalidLogits)
+    assert bench.failed == {}
+    assert bench.tokens == expected(clean)
+    assert len(clean) >= 2  # one of them took the slot that had held NaN
+
+
+def test_a_token_outside_the_vocabulary_never_reaches_the_model() -> None:
+    bench = Bench()
+    good = request("good")
+    bench.add(request("high", tokens=[5, VOCABULARY]), good, request("low", tokens=[-1, 5]))
+    assert bench.run() == expected([good])
+    assert set(bench.failed) == {"high", "low"}
+
+
+class Breaking(PackedRunner):
+    """A runner that raises in the calls that are asked for."""
+
+    def __init__(self, should_raise: Callable[[str, int], bool]) -> None:
+        super().__init__(tiny_model())
+        self._should_raise = should_raise
+        self.calls = {"prefill": 0, "decode": 0}
+
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[mx.array]:
+        self._count("prefill")
+        return super().prefill(chunks)
+
+    def decode(self, order: Sequence[str], tokens: mx.array) -> mx.array:
+        self._count("decode")
+        return super().decode(order, tokens)
+
+    def _count(self, name: str) -> None:
+        self.calls[name] += 1
+        if self._should_raise(name, self.calls[name]):
+            raise RuntimeError("the device is on fire")
+
+
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+@pytest.mark.parametrize("when", [1, 2, 5])
+def test_a_step_that_raises_costs_no_row_a_token(what: str, when: int) -> None:
+    bench = Bench(runner=Breaking(lambda name, count: name == what and count == when))
+    rows = [request(name, length=20 * (i + 1), limit=12) for i, name in enumerate("abcd")]
+    rows += [request("noisy", plan=NOISY, limit=12)]
+    bench.add(*rows)
+    assert bench.run() == expected(rows)
+    assert bench.failed == {}
+
+
+def test_steps_that_go_on_raising_are_reported() -> None:
+    bench = Bench(runner=Breaking(lambda name, count: name == "decode" and count > 3))
+    bench.add(request("a", limit=12))
+    with pytest.raises(RuntimeError, match="on fire"):
+        bench.run()
+    assert bench.tokens["a"] == alone("a", 9, 12, GREEDY)[: len(bench.tokens["a"])]
+
+
+def test_failures_far_apart_are_not_added_up() -> None:
+    bench = Bench(runner=Breaking(lambda name, count: name == "decode" and count % 4 == 0))
+    row = request("a", limit=30)
+    bench.add(row)
+    assert bench.run() == expected([row])
+
+
+def test_an_end_of_sequence_token_ends_a_row() -> None:
+    """Some seed among these draws the end of sequence before the limit."""
+    plans = [SamplingPlan(3.0, 1.0, seed) for seed in range(20)]
+    rows = [request(str(i), limit=20, plan=plan) for i, plan in enumerate(plans)]
+    bench = Bench()
+    bench.add(*rows)
+    assert bench.run() == expected(rows)
+    ended = [tokens for tokens in bench.tokens.values() if len(tokens) < 20]
+    assert ended
+    assert all(tokens[-1] == EOS and EOS not in tokens[:-1] for tokens in ended)
+
+
+def test_events_of_refused_rows_come_without_any_other_work() -> None:
+    bench = Bench()
+    bench.add(request("bad", tokens=[VOCABULARY]))
+    assert bench.engine.has_work
+    [event] = bench.engine.step()
+    assert isinstance(event, Failed)
+    assert not bench.engine.has_work

@@ -1,0 +1,425 @@
+"""Runs a model over packed tokens: each token is a row of the forward pass, none is padding.
+
+mlx-lm's models read a batch as (rows, tokens). Here every token, of whatever sequence, is a row of
+one token: (tokens, 1). All layers but attention treat tokens alike, rotary embeddings take an
+offset for each row, and attention, which is handed over by the models to one function, finds the
+sequence of each token here. So sequences of any lengths share a forward pass and pay only for
+their own tokens. Models whose attention does not go through that function, or that keep a state
+beside keys and values, raise or give other tokens; `workers.self_test` finds out which do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from workers.kv_blocks import Block, BlockStore, LayerShape, RowKV, capacity_for
+from workers.runner import NotBatchable, PromptChunk
+
+_stock_attention = base.scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """How a layer attends: to the last tokens only, how scaled, and its sinks, one a head."""
+
+    window: int | None
+    scale: float
+    sinks: mx.array | None
+
+
+class _Pass(Protocol):
+    """One forward pass: where its tokens stand, and what they attend to."""
+
+    offsets: mx.array
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        how: _Attention,
+    ) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Stands for the mask of a pass; each sequence gets its own."""
+
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Stands for all keys that a layer attends to; holds those of the pass's own tokens."""
+
+    layer: int
+    new: mx.array
+    window: int | None
+
+
+class _LayerCache:
+    """What the models take for the cache of a layer."""
+
+    def __init__(self, layer: int, window: int | None) -> None:
+        self._layer = layer
+        self._window = window
+        self.current: _Pass | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of each token, shape (tokens,)."""
+        assert self.current is not None
+        return self.current.offsets
+
+    def make_mask(
+        self, _num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> _Mask:
+        return _Mask(window_size or self._window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[_Keys, mx.array]:
+        return _Keys(self._layer, keys, self._window), values
+
+    def attend(self, queries: mx.array, keys: _Keys, values: mx.array, how: _Attention) -> mx.array:
+        assert self.current is not None
+        return self.current.attend(self._layer, queries, keys.new, values, how)
+
+
+def _attention(
+    queries: mx.array,
+    keys: mx.array | _Keys,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: mx.array | _Mask | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Stand in for mlx-lm's function of the same place: packed tokens are attended to here."""
+    if not isinstance(keys, _Keys):
+        result: mx.array = _stock_attention(
+            queries,
+            keys,
+            values,
+            cache=cache,
+            scale=scale,
+            mask=mask,  # type: ignore[arg-type]
+            sinks=sinks,
+        )
+        return result
+    if not isinstance(cache, _LayerCache) or not (mask is None or isinstance(mask, _Mask)):
+        raise NotBatchable("the model changes the attention mask")
+    window = keys.window if mask is None else mask.window
+    return cache.attend(queries, keys, values, _Attention(window, scale, sinks))
+
+
+def _take_over_attention(model: Module) -> None:
+    """Make the modules of a model call `_attention`; others are served as before."""
+    modules: Any = model.modules()  # type: ignore[no-untyped-call]
+    for name in {type(module).__module__ for module in modules}:
+        module = sys.modules[name]
+        if getattr(module, "scaled_dot_product_attention", None) is _stock_attention:
+            module.scaled_dot_product_attention = _attention  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Consecutive tokens of a prefill that belong to one row: packed tokens start to stop."""
+
+    row: RowKV
+    start: int
+    stop: int
+    position: int
+
+
+class _Prefill:
+    """The chunks of some rows, each attending to its own row."""
+
+    def __init__(self, segments: Sequence[_Segment]) -> None:
+        self._segments = segments
+        positions = [s.position + i for s in segments for i in range(s.stop - s.start)]
+        self.offsets = mx.array(positions, dtype=mx.int32)
+        self._masks: dict[tuple[int, int | None], mx.array | str] = {}
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        how: _Attention,
+    ) -> mx.array:
+        outputs = []
+        # (tokens, heads, 1, width) to (1, heads, tokens, width)
+        queries, keys, values = (a.transpose(2, 1, 0, 3) for a in (queries, keys, values))
+        for index, segment in enumerate(self._segments):
+            start, stop = segment.start, segment.stop
+            row, total = segment.row, segment.position + stop - start
+            row_keys, row_values = keys[:, :, start:stop], values[:, :, start:stop]
+            row.append(layer, row_keys, row_values, segment.position)
+            if segment.position:
+                row_keys = row.keys[layer][:, :, :total]
+                row_values = row.values[layer][:, :, :total]
+            outputs.append(
+                mx.fast.scaled_dot_product_attention(
+                    queries[:, :, start:stop],
+                    row_keys,
+                    row_values,
+                    scale=how.scale,
+                    mask=self._mask(index, how.window),
+                    sinks=how.sinks,
+                )
+            )
+        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        return joined.transpose(2, 1, 0, 3)
+
+    def _mask(self, index: int, window: int | None) -> mx.array | str:
+        segment = self._segments[index]
+        total = segment.position + segment.stop - segment.start
+        if window is None or total <= window:
+            return "causal"
+        if (index, window) not in self._masks:
+            self._masks[index, window] = base.create_causal_mask(
+                segment.stop - segment.start, segment.position, window_size=window
+            )
+        return self._masks[index, window]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring slots of a block that take part: packed tokens start to stop."""
+
+    block: Block
+    slot: int
+    start: int
+    stop: int
+    columns: int  # what the longest of them holds, the new token included
+
+
+@dataclass(slots=True)
+class _Decode:
+    """One token of each of some rows that lie in blocks."""
+
+    runs: list[_Run]
+    writes: list[tuple[Block, mx.array, mx.array, slice]]  # block, slots, columns, packed tokens
+    positions: list[int]
+    offsets: mx.array = field(init=False)
+    _masks: dict[tuple[int, int | None], mx.array | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.offsets = mx.array(self.positions, dtype=mx.int32)
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        how: _Attention,
+    ) -> mx.array:
+        for block, chosen, columns, tokens in self.writes:
+            block.keys[layer][chosen, :, columns] = keys[tokens, :, 0]
+            block.values[layer][chosen, :, columns] = values[tokens, :, 0]
+        outputs = []
+        for index, run in enumerate(self.runs):
+            slots = slice(run.slot, run.slot + run.stop - run.start)
+            outputs.append(
+                mx.fast.scaled_dot_product_attention(
+                    queries[run.start : run.stop],
+                    run.block.keys[layer][slots, :, : run.columns],
+                    run.block.values[layer][slots, :, : run.columns],
+                    scale=how.scale,
+                    mask=self._mask(index, how.window),
+                    sinks=how.sinks,
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
+
+    def _mask(self, index: int, window: int | None) -> mx.array | None:
+        key = (index, window)
+        if key not in self._masks:
+            run = self.runs[index]
+            last = self.offsets[run.start : run.stop, None, None, None]
+            columns = mx.arange(run.columns, dtype=mx.int32)
+            mask = columns <= last
+            if window is not None:
+                mask = mask & (columns > last - window)
+            shortest = min(self.positions[run.start : run.stop])
+            is_full = shortest + 1 == run.columns and not (window and run.columns > window)
+            self._masks[key] = None if is_full else mask
+        return self._masks[key]
+
+
+class PackedRunner:
+    """Runs rows of a model whose caches hold keys and values only. See `workers.runner.Runner`.
+
+    Args:
+        model: evaluated weights; used on the calling thread.
+        budget_bytes: what keys and values may take.
+
+    Raises:
+        NotBatchable: the model keeps something else.
+    """
+
+    def __init__(self, model: Module, *, budget_bytes: int = 1 << 62) -> None:
+        self._model: Any = model
+        self._caches = [
+            _LayerCache(layer, _window(cache))
+            for layer, cache in enumerate(make_prompt_cache(model))
+        ]
+        _take_over_attention(model)
+        self.store = BlockStore(_layer_shapes(self._model, self._caches), budget_bytes)
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a row of so many tokens takes, padding included."""
+        return capacity_for(num_tokens) * self.store.bytes_per_token
+
+    def add(self, row_id: str, num_tokens: int) -> None:
+        """Make room for a row of so many prompt tokens."""
+        self.store.add(row_id, num_tokens)
+
+    def drop(self, row_id: str, *, wipe: bool = False) -> None:
+        """Forget a row; with ``wipe``, because NaN may be in it."""
+        self.store.drop(row_id, wipe=wipe)
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self.store.clear()
+
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[mx.array]:
+        """Take chunks of prompts in; return what must be evaluated for it to have happened."""
+        segments: list[_Segment] = []
+        tokens: list[int] = []
+        for chunk in chunks:
+            row = self.store.alone[chunk.row_id]
+            stop = len(tokens) + len(chunk.tokens)
+            segments.append(_Segment(row, len(tokens), stop, row.num_tokens))
+            tokens.extend(chunk.tokens)
+        self._forward(mx.array(tokens, dtype=mx.int32), _Prefill(segments))
+        for segment in segments:
+            segment.row.num_tokens += segment.stop - segment.start
+        return [array for s in segments for array in (*s.row.keys, *s.row.values)]
+
+    def arrange(self, row_ids: Sequence[str]) -> list[str]:
+        """Seat rows for the next `decode`; return them in the order that its tokens must have."""
+        for row_id in row_ids:
+            self.store.seat(row_id)
+        wanted = set(row_ids)
+        return [
+            owner
+            for block in self.store.blocks
+            for owner in block.owners
+            if owner is not None and owner in wanted
+        ]
+
+    def decode(self, order: Sequence[str], tokens: mx.array) -> mx.array:
+        """Feed one token to each row, (rows,) in the order of `arrange`; return their logits.
+
+        Returns:
+            (rows, vocabulary), not evaluated.
+        """
+        plan = self._plan_decode(order)
+        logits = self._forward(tokens, plan)
+        for row_id in order:
+            block, slot = self.store.slots[row_id]
+            block.lengths[slot] += 1
+        return logits[:, 0]
+
+    def extract(self, row_id: str) -> RowKV:
+        """Return a copy of what a row holds, evaluated."""
+        return self.store.extract(row_id)
+
+    def insert(self, row_id: str, state: RowKV, num_tokens: int) -> None:
+        """Add a row that holds something already, with room for so many tokens."""
+        self.store.insert(row_id, state, num_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, padding and free slots included."""
+        return self.store.nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that `nbytes` has been."""
+        return self.store.peak_bytes
+
+    def _forward(self, tokens: mx.array, current: _Pass) -> mx.array:
+        for cache in self._caches:
+            cache.current = current
+        try:
+            logits: mx.array = self._model(tokens[:, None], cache=self._caches)
+        finally:
+            for cache in self._caches:
+                cache.current = None
+        return logits
+
+    def _plan_decode(self, order: Sequence[str]) -> _Decode:
+        runs: list[_Run] = []
+        writes = []
+        positions: list[int] = []
+        by_block: dict[int, tuple[Block, list[int]]] = {}
+        for row_id in order:
+            block, slot = self.store.slots[row_id]
+            by_block.setdefault(id(block), (block, []))[1].append(slot)
+        for block, slots in by_block.values():
+            first = len(positions)
+            columns = [block.lengths[slot] for slot in slots]
+            start = 0
+            for i in range(1, len(slots) + 1):
+                if i == len(slots) or slots[i] != slots[i - 1] + 1:
+                    longest = max(columns[start:i]) + 1
+                    runs.append(_Run(block, slots[start], first + start, first + i, longest))
+                    start = i
+            positions.extend(columns)
+            tokens = slice(first, len(positions))
+            writes.append((block, mx.array(slots), mx.array(columns), tokens))
+        return _Decode(runs, writes, positions)
+
+
+def _window(cache: object) -> int | None:
+    if type(cache) is KVCache:
+        return None
+    if type(cache) is RotatingKVCache:
+        return int(cache.max_size)
+    raise NotBatchable(f"the model keeps a {type(cache).__name__}")
+
+
+def _layer_shapes(model: Any, caches: Sequence[_LayerCache]) -> list[LayerShape]:
+    """Run one token through the graph, computing nothing, and see what each layer keeps."""
+    probe = _Probe(len(caches))
+    for cache in caches:
+        cache.current = probe
+    model(mx.array([[0]]), cache=caches)
+    if None in probe.shapes:
+        raise NotBatchable("some layers keep nothing")
+    return [shape for shape in probe.shapes if shape is not None]
+
+
+class _Probe:
+    """A pass that notes the shapes that it is given."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.offsets = mx.array([0], dtype=mx.int32)
+        self.shapes: list[LayerShape | None] = [None] * num_layers
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        how: _Attention,
+    ) -> mx.array:
+        self.shapes[layer] = LayerShape(
+            int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3]), keys.dtype
+        )
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=how.scale, mask=None, sinks=how.sinks
+        )

@@ -1,0 +1,247 @@
+"""Runs a model on mlx-lm's own batch caches, for the families that cannot run packed.
+
+Rows are prefilled one at a time, which every family does right, and then decoded in groups of
+about the same length, since a batch cache pads all of its rows to the longest. A model whose
+caches cannot be merged decodes each row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from workers.kv_blocks import capacity_for
+from workers.runner import PromptChunk
+
+# Recurrent caches grow a graph that nothing else evaluates: mlx-lm's advance() is lazy.
+_STEPS_BETWEEN_EVALUATIONS = 64
+
+_Caches = list[Any]  # one of mlx-lm's caches a layer
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Rows that are decoded in one forward pass."""
+
+    capacity: int
+    row_ids: list[str]
+    caches: _Caches
+
+
+@dataclass(slots=True)
+class _Row:
+    length: int
+    caches: _Caches | None  # until it joins a group
+    group: _Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedState:
+    """What a row holds: mlx-lm's single-row caches, evaluated."""
+
+    caches: _Caches
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class PaddedRunner:
+    """Runs rows of any model that mlx-lm can run. See `workers.runner.Runner`.
+
+    Args:
+        model: evaluated weights; used on the calling thread.
+        batched: whether rows may be decoded together.
+    """
+
+    model: Any
+    batched: bool = True
+    peak_bytes: int = 0
+    _rows: dict[str, _Row] = field(default_factory=dict)
+    _groups: list[_Group] = field(default_factory=list)
+    _num_steps: int = 0
+    _fixed_bytes: int = 0
+    _bytes_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        self._fixed_bytes, self._bytes_per_token = _measure(self.model)
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a row of so many tokens takes, padding included."""
+        if num_tokens <= 0:
+            return 0
+        return self._fixed_bytes + capacity_for(num_tokens) * self._bytes_per_token
+
+    def add(self, row_id: str, num_tokens: int) -> None:
+        """Make room for a row; mlx-lm's caches grow by themselves."""
+        self._rows[row_id] = _Row(0, make_prompt_cache(self.model))
+
+    def insert(self, row_id: str, state: PaddedState, num_tokens: int) -> None:
+        """Add a row that holds something already."""
+        caches = [type(cache).from_state(_copied(cache.state)) for cache in state.caches]
+        self._rows[row_id] = _Row(state.num_tokens, caches)
+
+    def extract(self, row_id: str) -> PaddedState:
+        """Return a copy of what a row holds, evaluated."""
+        row = self._rows[row_id]
+        if row.group is None:
+            assert row.caches is not None
+            caches = [type(cache).from_state(_copied(cache.state)) for cache in row.caches]
+        elif not self.batched:
+            caches = [type(cache).from_state(_copied(cache.state)) for cache in row.group.caches]
+        else:
+            index = row.group.row_ids.index(row_id)
+            caches = [cache.extract(index) for cache in row.group.caches]
+        mx.eval([cache.state for cache in caches])
+        return PaddedState(caches, row.length)
+
+    def drop(self, row_id: str, *, wipe: bool = False) -> None:
+        """Forget a row, if it is known; nothing of it stays in a batch."""
+        row = self._rows.pop(row_id, None)
+        if row is None or row.group is None:
+            return
+        group = row.group
+        kept = [index for index, other in enumerate(group.row_ids) if other != row_id]
+        group.row_ids.remove(row_id)
+        if not kept:
+            self._groups.remove(group)
+            return
+        for cache in group.caches:
+            cache.filter(mx.array(kept))
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._rows.clear()
+        self._groups.clear()
+
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[mx.array]:
+        """Take chunks of prompts in; return what must be evaluated for it to have happened."""
+        made: list[mx.array] = []
+        for chunk in chunks:
+            row = self._rows[chunk.row_id]
+            assert row.caches is not None
+            self.model(mx.array([list(chunk.tokens)]), cache=row.caches)
+            row.length += len(chunk.tokens)
+            made.extend(_arrays(row.caches))
+        self._note_peak()
+        return made
+
+    def arrange(self, row_ids: Sequence[str]) -> list[str]:
+        """Seat rows for the next `decode`; return them in the order that its tokens must have."""
+        wanted = set(row_ids)
+        for group in list(self._groups):
+            if not wanted.issuperset(group.row_ids):
+                self._unseat([row_id for row_id in group.row_ids if row_id not in wanted])
+        joining: dict[int, list[str]] = {}
+        for row_id in row_ids:
+            row = self._rows[row_id]
+            capacity = capacity_for(row.length + 1)
+            if row.group is not None and row.group.capacity < capacity:
+                self._unseat([row_id])
+            if row.group is None:
+                joining.setdefault(capacity, []).append(row_id)
+        for capacity, joiners in joining.items():
+            self._join(capacity, joiners)
+        self._note_peak()
+        return [row_id for group in self._groups for row_id in group.row_ids]
+
+    def decode(self, order: Sequence[str], tokens: mx.array) -> mx.array:
+        """Feed one token to each row, (rows,) in the order of `arrange`; return their logits.
+
+        Returns:
+            (rows, vocabulary), not evaluated.
+        """
+        outputs, start = [], 0
+        for group in self._groups:
+            stop = start + len(group.row_ids)
+            outputs.append(self.model(tokens[start:stop, None], cache=group.caches)[:, -1])
+            start = stop
+        for row_id in order:
+            self._rows[row_id].length += 1
+        self._num_steps += 1
+        if self._num_steps % _STEPS_BETWEEN_EVALUATIONS == 0:
+            states = [array for group in self._groups for array in _arrays(group.caches)]
+            mx.async_eval(states)  # type: ignore[no-untyped-call]
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that rows take, padding included."""
+        alone = [row.caches for row in self._rows.values() if row.caches is not None]
+        shared = [group.caches for group in self._groups]
+        return sum(array.nbytes for caches in (*alone, *shared) for array in _arrays(caches))
+
+    def _join(self, capacity: int, row_ids: Sequence[str]) -> None:
+        own: list[_Caches] = []
+        for row_id in row_ids:
+            caches = self._rows[row_id].caches
+            assert caches is not None
+            own.append(caches)
+        if not self.batched:
+            for row_id, caches in zip(row_ids, own, strict=True):
+                self._seat(_Group(capacity, [], caches), [row_id])
+                self._groups.append(self._rows[row_id].group or _Group(0, [], []))
+            return
+        merged = [layer[0].merge(list(layer)) for layer in zip(*own, strict=True)]
+        group = next((g for g in self._groups if g.capacity == capacity), None)
+        if group is None:
+            group = _Group(capacity, [], merged)
+            self._groups.append(group)
+        else:
+            for cache, other in zip(group.caches, merged, strict=True):
+                cache.extend(other)
+        self._seat(group, row_ids)
+
+    def _seat(self, group: _Group, row_ids: Sequence[str]) -> None:
+        group.row_ids.extend(row_ids)
+        for row_id in row_ids:
+            self._rows[row_id].group = group
+            self._rows[row_id].caches = None
+
+    def _unseat(self, row_ids: Sequence[str]) -> None:
+        """Take rows out of their groups, to stand alone."""
+        for row_id in row_ids:
+            state = self.extract(row_id)
+            self.drop(row_id)
+            self._rows[row_id] = _Row(state.num_tokens, state.caches)
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+
+def _arrays(caches: _Caches) -> list[mx.array]:
+    leaves: Any = tree_flatten([cache.state for cache in caches])
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def _copied(state: Any) -> Any:
+    from mlx.utils import tree_map
+
+    return tree_map(lambda leaf: mx.array(leaf) if isinstance(leaf, mx.array) else leaf, state)
+
+
+def _measure(model: Module) -> tuple[int, int]:
+    """Return the bytes that a row takes whatever its length, and those of each token."""
+    sizes = []
+    for num_tokens in (1, 2):
+        caches = make_prompt_cache(model)
+        runnable: Any = model
+        runnable(mx.array([[0] * num_tokens]), cache=caches)
+        sizes.append(sum(_logical_bytes(cache) for cache in caches))
+    per_token = max(0, sizes[1] - sizes[0])
+    return max(0, sizes[0] - per_token), per_token
+
+
+def _logical_bytes(cache: Any) -> int:
+    """Return the bytes of what a cache holds, without the columns that it has in reserve."""
+    inner = getattr(cache, "caches", None)
+    if inner is not None:
+        return sum(_logical_bytes(one) for one in inner)
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if isinstance(keys, mx.array) and isinstance(values, mx.array):
+        return sum(a.nbytes // a.shape[2] for a in (keys, values)) * int(cache.offset)
+    return sum(array.nbytes for array in _arrays([cache]))

@@ -1,0 +1,69 @@
+"""The seam between the step loop and the ways to run a model over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from queue_service.errors import QsvcError
+
+
+class NotBatchable(QsvcError):
+    """A model cannot be run in this way."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Consecutive tokens of a row's prompt, those after what the row holds already."""
+
+    row_id: str
+    tokens: Sequence[int]
+
+
+class Runner(Protocol):
+    """Holds what a model keeps of each row and runs it forward. Used on one thread.
+
+    Nothing is evaluated unless it says so: the caller decides when to wait for the device.
+    """
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a row of so many tokens takes, padding included."""
+
+    def add(self, row_id: str, num_tokens: int) -> None:
+        """Make room for a row of so many prompt tokens."""
+
+    def insert(self, row_id: str, state: Any, num_tokens: int) -> None:
+        """Add a row that holds something already, with room for so many tokens."""
+
+    def extract(self, row_id: str) -> Any:
+        """Return a copy of what a row holds, evaluated, as `insert` takes it."""
+
+    def drop(self, row_id: str, *, wipe: bool = False) -> None:
+        """Forget a row, if it is known; with ``wipe``, because NaN may be in it."""
+
+    def clear(self) -> None:
+        """Forget every row."""
+
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[mx.array]:
+        """Take chunks of prompts in; return what must be evaluated for it to have happened."""
+
+    def arrange(self, row_ids: Sequence[str]) -> list[str]:
+        """Seat rows for the next `decode`; return them in the order that its tokens must have."""
+
+    def decode(self, order: Sequence[str], tokens: mx.array) -> mx.array:
+        """Feed one token to each row, (rows,) in the order of `arrange`; return their logits.
+
+        Returns:
+            (rows, vocabulary), not evaluated.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that rows take, padding included."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that `nbytes` has been."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from queue_service.errors import RequestError
-from workers.engine import Token
+from workers.engine import Failed, Token
+from workers.errors import TransientError
 from workers.generation import EngineParts
 from workers.model_info import ModelInfo
 from workers.requests import PreparedRequest
@@ -48,7 +49,7 @@ class FakeEngine:
     """Answers each prompt with itself, one token a step for every row, then EOS.
 
     A prompt that says ``crash`` kills the process as a device fault would; one that says
-    ``fault`` raises in the step.
+    ``fault`` raises in the step; one that says ``lost`` fails alone, after its first token.
     """
 
     max_rows: int = 32
@@ -65,11 +66,11 @@ class FakeEngine:
         for execution_id in execution_ids:
             self.rows.pop(execution_id, None)
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[Token | Failed]:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         self.batch_sizes.append(len(self.rows))
-        tokens = []
+        events: list[Token | Failed] = []
         for execution_id, row in list(self.rows.items()):
             text = bytes(row.request.prompt_ids)
             if text.startswith(b"crash"):
@@ -78,12 +79,16 @@ class FakeEngine:
                 os.kill(os.getpid(), 9)
             if text.startswith(b"fault"):
                 raise RuntimeError("the device is on fire")
+            if text.startswith(b"lost") and row.position == 1:
+                del self.rows[execution_id]
+                events.append(Failed(execution_id, TransientError("the row is lost")))
+                continue
             token_id = row.answer[row.position]
             row.position += 1
-            tokens.append(Token(execution_id, token_id))
+            events.append(Token(execution_id, token_id))
             if token_id == EOS or row.position >= row.request.token_limit:
                 del self.rows[execution_id]
-        return tokens
+        return events
 
     @property
     def has_work(self) -> bool:
@@ -92,6 +97,10 @@ class FakeEngine:
     @property
     def num_rows(self) -> int:
         return len(self.rows)
+
+    @property
+    def peak_bytes(self) -> int:
+        return 123_000_000
 
 
 def fake_info(name: str = "fake") -> ModelInfo:

@@ -110,3 +110,8 @@ class ReferenceEngine:
     def num_rows(self) -> int:
         """Rows being prefilled or decoded."""
         return len(self._uids)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the model and its rows took."""
+        return mx.get_peak_memory()

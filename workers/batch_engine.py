@@ -145,6 +145,11 @@ class BatchEngine:
         return len(self._rows)
 
     @property
+    def peak_bytes(self) -> int:
+        """The most memory that the model and its rows took."""
+        return mx.get_peak_memory()
+
+    @property
     def peak_kv_bytes(self) -> int:
         """The most that the keys and values of all rows took, padding included."""
         return self._runner.peak_bytes

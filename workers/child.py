@@ -88,12 +88,12 @@ class Reporter:
         except BrokenPipeError:
             logger.debug("nobody listens to reports")
 
-    def progress(self, num_running: int, steps: int) -> None:
-        """Report engine progress, at most once a second."""
+    def progress(self, num_running: int, steps: int, peak_bytes: int) -> None:
+        """Report engine progress and the memory it took, at most once a second."""
         moment = self._clock()
         if moment >= self._next:
             self._next = moment + _REPORT_SECONDS
-            self.report("progress", running=num_running, steps=steps)
+            self.report("progress", running=num_running, steps=steps, peak_bytes=peak_bytes)
 
 
 def run_child(load: Loader) -> int:
@@ -135,7 +135,9 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
         settings.queues,
         **parts,
         # Rows, not jobs: one that has ended may have to wait long for the server.
-        on_turn=lambda: reporter.progress(generator.num_rows, generator.steps),
+        on_turn=lambda: reporter.progress(
+            generator.num_rows, generator.steps, generator.peak_bytes
+        ),
     )
 
 

@@ -47,3 +47,7 @@ class Engine(Protocol):
     @property
     def num_rows(self) -> int:
         """Rows waiting, being prefilled or decoded."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the model and its rows took."""

@@ -79,6 +79,7 @@ class GenerationThread:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
+        self.peak_bytes = 0
 
     def start(self) -> None:
         """Start the thread; loading the model is its first work."""
@@ -136,6 +137,7 @@ class GenerationThread:
                 parts.engine.remove([event.execution_id])
                 self._fail(row, error)
         self.steps += 1
+        self.peak_bytes = parts.engine.peak_bytes
 
     def _receive(self, *, idle: bool) -> None:
         if idle and not self._waiting:

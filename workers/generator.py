@@ -78,9 +78,18 @@ class EngineGenerator:
         """How many steps the engine has made."""
         return self._engine.steps
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the model and its rows took."""
+        return self._engine.peak_bytes
+
     def figures(self) -> Mapping[str, str]:
         """Return what the worker's card shows."""
-        return {"rows": str(self._engine.num_rows), "steps": str(self._engine.steps)}
+        return {
+            "rows": str(self._engine.num_rows),
+            "steps": str(self._engine.steps),
+            "peak_bytes": str(self.peak_bytes),
+        }
 
     def stop(self) -> None:
         """End the threads; what still runs is forgotten."""

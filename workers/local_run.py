@@ -69,6 +69,7 @@ class Summary:
         seconds: from the moment the model was loaded to the last result.
         num_done: lines that ended in this run.
         completion_tokens: tokens generated in this run.
+        peak_bytes: the most memory that the model and its rows took; 0 when nothing ran.
         first_failures: why the first lines failed that were written in this run.
     """
 
@@ -79,6 +80,7 @@ class Summary:
     num_done: int
     seconds: float
     completion_tokens: int
+    peak_bytes: int
     first_failures: Sequence[str]
 
     @property
@@ -98,6 +100,7 @@ class Summary:
                 "seconds": round(self.seconds, 3),
                 "completion_tokens": self.completion_tokens,
                 "tokens_per_second": round(self.tokens_per_second, 2),
+                "peak_bytes": self.peak_bytes,
             },
         }
 
@@ -119,6 +122,7 @@ class Summary:
             lines.append(
                 f"this run: {self.num_done} jobs in {self.seconds:.1f} s, "
                 f"{self.tokens_per_second:.1f} tokens/s"
+                + (f", {self.peak_bytes / 1e6:,.0f} MB at most" if self.peak_bytes else "")
             )
         else:
             lines.append("nothing was left to do; --new runs the file again")
@@ -160,6 +164,7 @@ class LocalRun:
         self._supervisor: Supervisor | None = None
         self._failure: Exception | None = None
         self._ready_at: float | None = None
+        self._peak_bytes = 0
         self._alias = worker.alias or keys.alias_for(options.model)
         self._folder = cache_folder / "runs" / _run_digest(options)
 
@@ -330,6 +335,7 @@ class LocalRun:
         def on_event(event: Mapping[str, Any]) -> None:
             if event["event"] == "ready" and self._ready_at is None:
                 self._ready_at = time.monotonic()
+            self._peak_bytes = max(self._peak_bytes, event.get("peak_bytes", 0))
 
         supervisor = Supervisor(settings, command=self._child, log_path=log_path, on_event=on_event)
         self._supervisor = supervisor
@@ -391,6 +397,7 @@ class LocalRun:
             num_done=batch.ended - before.ended,
             seconds=seconds,
             completion_tokens=batch.completion_tokens - before.completion_tokens,
+            peak_bytes=self._peak_bytes,
             first_failures=output.first_failures,
         )
 

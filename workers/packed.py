@@ -24,15 +24,27 @@ from workers.kv_blocks import Block, BlockStore, LayerShape, RowKV, capacity_for
 from workers.runner import NotBatchable, PromptChunk
 
 _stock_attention = base.scaled_dot_product_attention
+# There mlx computes attention from plain matrix products; on a GPU one kernel does it all.
+_ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """How a layer attends: to the last tokens only, how scaled, and its sinks, one a head."""
+    """How a layer attends: to the last tokens only, how scaled, and its sinks, one a head.
+
+    A token that is decoded sees at most ``kept`` tokens: mlx-lm's cache has let go of the others.
+    """
 
     window: int | None
+    kept: int | None
     scale: float
     sinks: mx.array | None
+
+    @property
+    def window_of_decoded(self) -> int | None:
+        """The window of a token that is decoded; the model's may be wider than its cache."""
+        limits = [limit for limit in (self.window, self.kept) if limit is not None]
+        return min(limits, default=None)
 
 
 class _Pass(Protocol):
@@ -117,7 +129,7 @@ def _attention(
     if not isinstance(cache, _LayerCache) or not (mask is None or isinstance(mask, _Mask)):
         raise NotBatchable("the model changes the attention mask")
     window = keys.window if mask is None else mask.window
-    return cache.attend(queries, keys, values, _Attention(window, scale, sinks))
+    return cache.attend(queries, keys, values, _Attention(window, keys.window, scale, sinks))
 
 
 def _take_over_attention(model: Module) -> None:
@@ -231,13 +243,12 @@ class _Decode:
         for index, run in enumerate(self.runs):
             slots = slice(run.slot, run.slot + run.stop - run.start)
             outputs.append(
-                mx.fast.scaled_dot_product_attention(
+                _attend_each(
                     queries[run.start : run.stop],
                     run.block.keys[layer][slots, :, : run.columns],
                     run.block.values[layer][slots, :, : run.columns],
-                    scale=how.scale,
-                    mask=self._mask(index, how.window),
-                    sinks=how.sinks,
+                    self._mask(index, how.window_of_decoded),
+                    how,
                 )
             )
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
@@ -255,6 +266,25 @@ class _Decode:
             is_full = shortest + 1 == run.columns and not (window and run.columns > window)
             self._masks[key] = None if is_full else mask
         return self._masks[key]
+
+
+def _attend_each(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, how: _Attention
+) -> mx.array:
+    """Attend with one query a row: (rows, heads, 1, width) over (rows, key heads, columns, width).
+
+    On the CPU, the heads that share keys go in as so many queries of one head: fewer and
+    larger matrix products, and the same sums.
+    """
+    num_rows, num_heads, _, width = queries.shape
+    num_key_heads = keys.shape[1]
+    is_folded = _ON_CPU and how.sinks is None and num_heads > num_key_heads
+    if is_folded:
+        queries = queries.reshape(num_rows, num_key_heads, num_heads // num_key_heads, width)
+    output = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=how.scale, mask=mask, sinks=how.sinks
+    )
+    return output.reshape(num_rows, num_heads, 1, -1) if is_folded else output
 
 
 class PackedRunner:

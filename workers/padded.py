@@ -13,11 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from workers.kv_blocks import capacity_for
-from workers.runner import PromptChunk
+from workers.runner import NotExtractable, PromptChunk
 
 # Recurrent caches grow a graph that nothing else evaluates: mlx-lm's advance() is lazy.
 _STEPS_BETWEEN_EVALUATIONS = 64
@@ -82,20 +82,22 @@ class PaddedRunner:
 
     def insert(self, row_id: str, state: PaddedState, num_tokens: int) -> None:
         """Add a row that holds something already."""
-        caches = [type(cache).from_state(_copied(cache.state)) for cache in state.caches]
-        self._rows[row_id] = _Row(state.num_tokens, caches)
+        self._rows[row_id] = _Row(state.num_tokens, _copied(state.caches))
 
     def extract(self, row_id: str) -> PaddedState:
-        """Return a copy of what a row holds, evaluated."""
+        """Return a copy of what a row holds, evaluated.
+
+        Raises:
+            NotExtractable: a cache of this model cannot be made from its state.
+        """
         row = self._rows[row_id]
-        if row.group is None:
-            assert row.caches is not None
-            caches = [type(cache).from_state(_copied(cache.state)) for cache in row.caches]
-        elif not self.batched:
-            caches = [type(cache).from_state(_copied(cache.state)) for cache in row.group.caches]
-        else:
+        if row.group is not None and self.batched:
             index = row.group.row_ids.index(row_id)
             caches = [cache.extract(index) for cache in row.group.caches]
+        else:
+            own = row.caches if row.group is None else row.group.caches
+            assert own is not None
+            caches = _copied(own)
         mx.eval([cache.state for cache in caches])
         return PaddedState(caches, row.length)
 
@@ -183,18 +185,19 @@ class PaddedRunner:
             own.append(caches)
         if not self.batched:
             for row_id, caches in zip(row_ids, own, strict=True):
-                self._seat(_Group(capacity, [], caches), [row_id])
-                self._groups.append(self._rows[row_id].group or _Group(0, [], []))
+                group = _Group(capacity, [], caches)
+                self._groups.append(group)
+                self._seat(group, [row_id])
             return
         merged = [layer[0].merge(list(layer)) for layer in zip(*own, strict=True)]
-        group = next((g for g in self._groups if g.capacity == capacity), None)
-        if group is None:
-            group = _Group(capacity, [], merged)
-            self._groups.append(group)
+        shared = next((g for g in self._groups if g.capacity == capacity), None)
+        if shared is None:
+            shared = _Group(capacity, [], merged)
+            self._groups.append(shared)
         else:
-            for cache, other in zip(group.caches, merged, strict=True):
+            for cache, other in zip(shared.caches, merged, strict=True):
                 cache.extend(other)
-        self._seat(group, row_ids)
+        self._seat(shared, row_ids)
 
     def _seat(self, group: _Group, row_ids: Sequence[str]) -> None:
         group.row_ids.extend(row_ids)
@@ -205,9 +208,11 @@ class PaddedRunner:
     def _unseat(self, row_ids: Sequence[str]) -> None:
         """Take rows out of their groups, to stand alone."""
         for row_id in row_ids:
-            state = self.extract(row_id)
+            row = self._rows[row_id]
+            assert row.group is not None
+            caches = self.extract(row_id).caches if self.batched else row.group.caches
             self.drop(row_id)
-            self._rows[row_id] = _Row(state.num_tokens, state.caches)
+            self._rows[row_id] = _Row(row.length, caches)
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
@@ -218,10 +223,21 @@ def _arrays(caches: _Caches) -> list[mx.array]:
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
-def _copied(state: Any) -> Any:
-    from mlx.utils import tree_map
+def _copied(caches: _Caches) -> _Caches:
+    return [_copy(cache) for cache in caches]
 
-    return tree_map(lambda leaf: mx.array(leaf) if isinstance(leaf, mx.array) else leaf, state)
+
+def _copy(cache: Any) -> Any:
+    state = tree_map(
+        lambda leaf: mx.array(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
+    )
+    try:
+        return type(cache).from_state(state)
+    except AttributeError as error:  # not one of mlx-lm's own classes: a model's
+        raise NotExtractable(
+            f"mlx-lm cannot make a {type(cache).__name__} from its state, so the rows of this "
+            "model cannot be saved"
+        ) from error
 
 
 def _measure(model: Module) -> tuple[int, int]:

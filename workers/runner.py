@@ -15,6 +15,10 @@ class NotBatchable(QsvcError):
     """A model cannot be run in this way."""
 
 
+class NotExtractable(QsvcError):
+    """What a row holds cannot be copied out of the runner."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
     """Consecutive tokens of a row's prompt, those after what the row holds already."""
@@ -39,7 +43,11 @@ class Runner(Protocol):
         """Add a row that holds something already, with room for so many tokens."""
 
     def extract(self, row_id: str) -> Any:
-        """Return a copy of what a row holds, evaluated, as `insert` takes it."""
+        """Return a copy of what a row holds, evaluated, as `insert` takes it.
+
+        Raises:
+            NotExtractable: mlx-lm cannot copy what this model keeps.
+        """
 
     def drop(self, row_id: str, *, wipe: bool = False) -> None:
         """Forget a row, if it is known; with ``wipe``, because NaN may be in it."""

@@ -10,8 +10,10 @@ import pytest
 from queue_service.responses import FinishReason
 from tests.fakes import FakeEngine, fake_parts
 from tests.harness import LONG_TEXT, eventually, make_claimed, make_request
+from workers.errors import TransientError
 from workers.generation import EngineParts, GenerationThread
 from workers.requests import Generated, PreparedRequest
+from workers.text import TextPipeline
 
 
 class RecordingSink:
@@ -180,6 +182,34 @@ def test_the_engines_failure_is_reported_and_ends_the_thread(bench: Bench) -> No
     [failure] = bench.failures
     assert isinstance(failure, RuntimeError)
     assert bench.sink.ended == {}
+
+
+def test_a_row_that_fails_in_the_engine_is_reported_and_its_neighbour_goes_on(bench: Bench) -> None:
+    bench.submit("neighbour", "n" * 50)
+    bench.submit("lost", "lost")
+    assert bench.wait_for_end("neighbour").text == "n" * 50
+    assert isinstance(bench.sink.failed["lost"], TransientError)
+    assert "lost" not in bench.sink.ended
+    assert bench.thread.num_rows == 0
+    assert bench.failures == []
+
+
+def test_a_row_whose_text_cannot_be_made_fails_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def push(pipeline: TextPipeline, token_id: int) -> str:
+        if token_id == ord("!"):
+            raise ValueError("no such piece")
+        return original(pipeline, token_id)
+
+    original = TextPipeline.push
+    monkeypatch.setattr(TextPipeline, "push", push)
+    bench.submit("neighbour", "n" * 50)
+    bench.submit("broken", "ab!c")
+    assert bench.wait_for_end("neighbour").text == "n" * 50
+    assert str(bench.sink.failed["broken"]) == "no such piece"
+    assert not bench.engine.has_work
+    assert bench.failures == []
 
 
 def test_a_model_that_cannot_be_loaded_is_reported() -> None:

@@ -13,8 +13,9 @@ import redis
 from queue_service.broker import Broker, Publication
 from queue_service.responses import FinishReason
 from tests.harness import eventually, make_claimed, make_request
+from workers.errors import TransientError
 from workers.publisher import Publisher
-from workers.requests import Generated, PreparedRequest
+from workers.requests import Generated, PreparedRequest, Refused, Result
 
 STREAM_SECONDS = 0.1
 PROGRESS_SECONDS = 0.5
@@ -79,7 +80,7 @@ class Desk:
     def __init__(self) -> None:
         self.broker = RecordingBroker()
         self.clock = FakeClock()
-        self.delivered: list[Generated] = []
+        self.delivered: list[Result] = []
         self.lost: list[str] = []
         self.publisher = Publisher(
             self.broker,
@@ -218,6 +219,17 @@ def test_the_end_is_delivered_after_the_last_text_was_written(desk: Desk) -> Non
     desk.publisher.flush()
     assert desk.broker.text() == "to be, or"
     assert desk.delivered == [generated]
+
+
+def test_a_row_that_failed_is_delivered_at_once_and_writes_no_more(desk: Desk) -> None:
+    request = desk.begin()
+    desk.advance("half")
+    error = TransientError("the row is lost")
+    desk.publisher.fail(request.execution_id, error)
+    desk.advance("an answer")
+    desk.flush_later()
+    assert desk.delivered == [Refused(request.claimed, error)]
+    assert desk.broker.entries == {}
 
 
 def test_the_end_of_a_row_that_does_not_stream_is_delivered_at_once(desk: Desk) -> None:

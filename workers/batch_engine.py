@@ -21,7 +21,7 @@ from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
 from workers.requests import PreparedRequest
 from workers.runner import PromptChunk, Runner
-from workers.scheduler import Chunk, Policy, Scheduler
+from workers.scheduler import Chunk, Policy, Scheduler, SchedulerCorrupt
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,8 @@ class BatchEngine:
                 self._step()
             except Exception as error:
                 self._recover(error)
+            if not self._rows:
+                self.check_integrity()
         events, self._events = self._events, []
         return events
 
@@ -153,6 +155,13 @@ class BatchEngine:
     def peak_kv_bytes(self) -> int:
         """The most that the keys and values of all rows took, padding included."""
         return self._runner.peak_bytes
+
+    def check_integrity(self) -> None:
+        """Raise SchedulerCorrupt when the scheduler contradicts itself or our rows."""
+        self._scheduler.check_integrity()
+        num_scheduled = self._scheduler.num_waiting + self._scheduler.num_rows
+        if num_scheduled != len(self._rows):
+            raise SchedulerCorrupt(f"{len(self._rows)} rows, {num_scheduled} of them scheduled")
 
     # A step ---------------------------------------------------------------------------------
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,139 +12,26 @@ from hypothesis import strategies as st
 from mlx.nn.layers.base import Module
 from mlx_lm.models import qwen3
 
-from tests.harness import make_claimed, make_request
-from tests.reference_engine import ReferenceEngine
-from workers.batch_engine import BatchEngine
-from workers.engine import Failed, Token
+from tests.engine_bench import (
+    EOS,
+    GREEDY,
+    NOISY,
+    PLENTY,
+    VOCABULARY,
+    Bench,
+    alone,
+    budget_for,
+    embeddings,
+    expected,
+    request,
+    tiny_model,
+)
+from workers.engine import Failed
 from workers.errors import InsufficientMemory, InvalidLogits, TransientError
 from workers.memory import MemoryGuard
-from workers.pace import PrefillPace
 from workers.packed import PackedRunner
-from workers.requests import PreparedRequest
 from workers.runner import PromptChunk
 from workers.sampling import SamplingPlan
-from workers.scheduler import Policy
-
-VOCABULARY = 128
-EOS = 0
-PLENTY = 1 << 30
-GREEDY = SamplingPlan(0.0, 1.0, 0)
-NOISY = SamplingPlan(1.0, 0.9, 77)
-
-
-@cache
-def tiny_model() -> Module:
-    model = qwen3.Model(
-        qwen3.ModelArgs(
-            model_type="qwen3",
-            hidden_size=32,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            num_attention_heads=4,
-            rms_norm_eps=1e-5,
-            vocab_size=VOCABULARY,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            head_dim=8,
-            tie_word_embeddings=True,
-            rope_theta=10000.0,
-        )
-    )
-    model.update({"model": {"embed_tokens": {"weight": _embeddings()}}})
-    mx.eval(model)
-    return model
-
-
-def _embeddings() -> mx.array:
-    mx.random.seed(3)
-    return mx.random.normal((VOCABULARY, 32))
-
-
-def request(
-    name: str,
-    *,
-    length: int = 9,
-    limit: int = 6,
-    plan: SamplingPlan = GREEDY,
-    tokens: Sequence[int] | None = None,
-) -> PreparedRequest:
-    """Return a request with a prompt that its name and length decide."""
-    chosen = random.Random(f"{name} {length}")
-    prompt = tokens or [chosen.randrange(1, VOCABULARY) for _ in range(length)]
-    return make_request(
-        claimed=make_claimed(job_id=name, execution_id=name),
-        prompt_ids=tuple(prompt),
-        token_limit=limit,
-        sampling=plan,
-    )
-
-
-class Bench:
-    """An engine driven by hand, and what it said of each row."""
-
-    def __init__(
-        self,
-        *,
-        budget: int = PLENTY,
-        max_rows: int = 8,
-        chunk: int = 16,
-        memory: MemoryGuard | None = None,
-        runner: PackedRunner | None = None,
-        model: Module | None = None,
-    ) -> None:
-        self.budget = budget
-        self.runner = runner or PackedRunner(model or tiny_model(), budget_bytes=budget)
-        self.engine = BatchEngine(
-            self.runner,
-            vocab_size=VOCABULARY,
-            eos_token_ids=frozenset({EOS}),
-            policy=Policy(kv_budget_bytes=budget, max_rows=max_rows, expected_tokens=8),
-            pace=PrefillPace(most_tokens=chunk, first_guess=chunk),
-            memory=memory,
-        )
-        self.tokens: dict[str, list[int]] = {}
-        self.failed: dict[str, Exception] = {}
-
-    def add(self, *requests: PreparedRequest) -> None:
-        self.engine.add(requests)
-
-    def step(self) -> None:
-        for event in self.engine.step():
-            if isinstance(event, Token):
-                self.tokens.setdefault(event.execution_id, []).append(event.token_id)
-            else:
-                self.failed[event.execution_id] = event.error
-
-    def run(self) -> dict[str, list[int]]:
-        for _ in range(10_000):
-            if not self.engine.has_work:
-                return self.tokens
-            self.step()
-        raise AssertionError("the engine does not come to an end")
-
-
-@cache
-def alone(name: str, length: int, limit: int, plan: SamplingPlan) -> list[int]:
-    """Return what mlx-lm generates for a request in a batch of its own."""
-    engine = ReferenceEngine(
-        tiny_model(),
-        eos_token_ids=frozenset({EOS}),
-        max_rows=1,
-        prefill_rows=1,
-        prefill_step_tokens=512,
-    )
-    engine.add([request(name, length=length, limit=limit, plan=plan)])
-    tokens = []
-    while engine.has_work:
-        tokens += [event.token_id for event in engine.step() if isinstance(event, Token)]
-    return tokens
-
-
-def expected(requests: Iterable[PreparedRequest]) -> dict[str, list[int]]:
-    return {
-        r.execution_id: alone(r.execution_id, len(r.prompt_ids), r.token_limit, r.sampling)
-        for r in requests
-    }
 
 
 @settings(max_examples=20, deadline=None)
@@ -211,10 +96,6 @@ def test_rows_are_decoded_together() -> None:
 # --- memory ---
 
 
-def budget_for(num_rows: int, num_tokens: int) -> int:
-    return num_rows * PackedRunner(tiny_model()).row_bytes(num_tokens)
-
-
 def test_rows_that_outgrow_the_guess_are_pre_empted_and_lose_nothing() -> None:
     # Both fit while they are short; together they outgrow it.
     bench = Bench(budget=budget_for(3, 128))
@@ -275,7 +156,7 @@ def poisoned_model() -> Module:
     model: Any = qwen3.Model(tiny_model().args)  # type: ignore[attr-defined]
     model.update(tiny_model().parameters())  # type: ignore[no-untyped-call]
     # Untied, so that the poison is in one row's states and not in everyone's logits.
-    weight = _embeddings()
+    weight = embeddings()
     model.model.embed_tokens.weight = weight
     clean = model.model.embed_tokens
 

@@ -36,8 +36,7 @@ from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
 from queue_service.sweeper import Sweeper
 from workers.aftercare import Aftercare
-from workers.errors import Stopped, TimedOut
-from workers.outcomes import OutcomeWriter
+from workers.outcomes import OutcomeWriter, Stopped, TimedOut
 from workers.preparation import timeout_seconds
 from workers.requests import Refused, Result
 
@@ -329,9 +328,10 @@ class BatchWorker(BaseWorker):
 
     def _turn(self, *, burst: bool) -> bool:
         """Do everything that is due once; False when the worker should end."""
+        self._commit()  # what an outage kept from being written
         self._collect()
-        self._commit()
         if self._results.failure is not None:
+            self._commit()
             raise EngineFailed("the engine failed") from self._results.failure
         if self._beat_due.has_come():
             self._heartbeat()
@@ -343,13 +343,16 @@ class BatchWorker(BaseWorker):
         if self._maintenance_due.has_come():
             self._maintain()
         if self._stop_level:
+            self._commit()
             return self._wind_down()
-        # Asked before the claim: what an aftercare has queued by then is seen by it.
-        is_caring = self._aftercare.is_busy
+        # Asked before the claim: what an aftercare or a retry has queued by then is seen by it.
+        is_busy = bool(self._load()) or self._aftercare.is_busy
+        # Before the commit: the new jobs are prepared while the server writes the old ones' ends.
         looked = self._claim()
+        self._commit()
         if looked:
             return True
-        if burst and not self._load() and not is_caring:
+        if burst and not is_busy:
             return False
         self._rest(_BUSY_POLL_SECONDS if self._load() else _IDLE_POLL_SECONDS)
         return True
@@ -381,8 +384,8 @@ class BatchWorker(BaseWorker):
         return len(self._running) + len(self._unsaved)
 
     def _claim(self) -> int:
-        room = self._settings.slots + self._settings.claim_ahead - self._load()
-        if room <= 0 or self._suspended or self._suspects or self._alone in self._running:
+        room = self._settings.slots + self._settings.claim_ahead - len(self._running)
+        if room <= 0 or self._suspended or self._suspects or self._is_suspect_at_work():
             return 0
         claimed, looked = self._broker.claim(room, crash_retries=self._settings.crash_retries)
         if not claimed:
@@ -401,6 +404,11 @@ class BatchWorker(BaseWorker):
     def _is_suspect(self, claimed: Claimed) -> bool:
         """Whether it has lost as many workers as it may in company; one more is refused there."""
         return claimed.deaths == self._settings.crash_retries
+
+    def _is_suspect_at_work(self) -> bool:
+        """Whether a suspect runs alone, or its end is not written yet and could still be lost."""
+        unsaved = [claimed.execution_id for claimed, _ in self._unsaved]
+        return self._alone in self._running or self._alone in unsaved
 
     def _run_suspects(self) -> None:
         """Start a job that may kill its worker when nothing else runs that it would take along."""

@@ -36,7 +36,8 @@ from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
 from queue_service.sweeper import Sweeper
 from workers.aftercare import Aftercare
-from workers.outcomes import OutcomeWriter, Stopped, TimedOut
+from workers.errors import Stopped, TimedOut
+from workers.outcomes import OutcomeWriter
 from workers.preparation import timeout_seconds
 from workers.requests import Refused, Result
 

@@ -35,7 +35,6 @@ _TOKENS = 4
 _TOLERANCE = {mx.float32: 0.02}
 _TOLERANCE_16_BIT = 0.5
 
-
 # Wrong in a batch only with more tokens than a test at load can spend: this model picks blocks of
 # columns to attend to, and counts those blocks from a row's padding on.
 _NEVER_BATCHED = frozenset({"mlx_lm.models.minimax_m3_vl"})

@@ -20,14 +20,8 @@ from typing import Any, BinaryIO, Protocol, Self
 import zstandard
 
 from queue_service.errors import BatchFileError, LineError, RequestError
-from queue_service.requests import (
-    HARMLESS_FIELDS,
-    Endpoint,
-    load_json,
-    parse_request,
-    quoted,
-    shortened,
-)
+from queue_service.json_text import load_json, quoted, shortened
+from queue_service.requests import HARMLESS_FIELDS, Endpoint, parse_request
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_CUSTOM_ID_CHARS = 512

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
+import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from queue_service import tasks
+from queue_service.constraint_fields import ResponseFormat, StructuredOutputs
+from queue_service.constraints import Constraint
 from queue_service.errors import RequestError
+from queue_service.json_text import quoted, replace_surrogates, shortened
+from queue_service.messages import Message
+from queue_service.tool_fields import AUTO, ToolChoiceField, Tools
+from queue_service.validation import Body, described, refuse
 
-MAX_NESTING = 64
 MAX_STOP_STRINGS = 4
 
-_CONTAINERS = (dict, list, tuple)
-_TOO_DEEP = f"nested deeper than {MAX_NESTING} levels"
+# No leading zeros, so that two keys are never the same id.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
+_MAX_BIAS = 100
 
 
 class Endpoint(StrEnum):
@@ -38,154 +42,116 @@ class Endpoint(StrEnum):
         return next((endpoint for endpoint in cls if endpoint.function == name), None)
 
 
-def _refuse(sentence: str, **context: Any) -> NoReturn:
-    """Refuse the field under validation; the sentence goes on after the field's name."""
-    raise PydanticCustomError("refused", sentence, context or None)
-
-
 def _stop_strings(value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
-        _refuse("must be a string or a list of strings")
+        refuse("must be a string or a list of strings")
     stops = tuple(s for s in strings if s)
     if len(stops) > MAX_STOP_STRINGS:
-        _refuse("may hold at most {most} strings", most=MAX_STOP_STRINGS)
+        refuse("may hold at most {most} strings", most=MAX_STOP_STRINGS)
     return stops
 
 
-def _content(value: Any, info: ValidationInfo) -> str | None:
-    if isinstance(value, str):
-        return value
-    if value is None:
-        role = info.data.get("role", "assistant")
-        calls = info.data.get("tool_calls", True)
-        if role == "assistant" and calls:
-            return None
-        _refuse("is required; only an assistant turn with tool_calls may leave it out")
-    if not isinstance(value, list):
-        _refuse("must be a string or a list of text parts")
-    return "".join(_part_text(part) for part in value)
+def _top_k(value: Any) -> Any:
+    # Both stand for "off"; True == 1, but that is for the type check to refuse.
+    if type(value) is int:
+        if value in (0, -1):
+            return 0
+        if value < 0:
+            refuse("must be at least 1, or 0 or -1 for off")
+    return value
 
 
-def _part_text(part: Any) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        _refuse("must be a string or a list of text parts")
-    kind, text = part["type"], part.get("text")
-    if kind != "text":
-        _refuse("has a part of type {kind}; only text parts are supported", kind=quoted(kind))
-    if not isinstance(text, str):
-        _refuse("has a text part whose 'text' is not a string")
-    return text
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        refuse("must be an object of token ids and numbers")
+    biases = []
+    for key, bias in value.items():
+        if not isinstance(key, str) or not _TOKEN_ID.fullmatch(key):
+            refuse("is no token id: they are decimal numbers from 0", at=(key,))
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            refuse("must be a number", at=(key,))
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            refuse("must be from -{most} to {most}", at=(key,), most=_MAX_BIAS)
+        biases.append((int(key), float(bias)))
+    return tuple(sorted(biases))
 
 
-def _arguments(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if not value:
-        return {}
-    try:
-        return load_json(value)
-    except ValueError as exc:
-        _refuse("must be a JSON object: {reason}", reason=str(exc))
+def _string_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _messages(value: Any) -> Any:
     if not isinstance(value, list | tuple):
-        _refuse("must be a list")
+        refuse("must be a list")
     if not value:
-        _refuse("must hold at least one message")
+        refuse("must hold at least one message")
     return value
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
-        return value
+        return (value,)
     if not isinstance(value, list | tuple) or not value:
-        _refuse("must be a string or a list of token ids")
-    if all(type(token) is int and token >= 0 for token in value):
+        refuse("must be a text, a list of token ids, or a list of such prompts")
+    if all(isinstance(item, str) for item in value):
         return tuple(value)
-    if all(isinstance(item, str | list | tuple) for item in value):
-        _refuse("holds several prompts, which is not supported yet: one prompt per line")
-    _refuse("must hold token ids only: integers from 0")
+    if all(isinstance(item, list | tuple) for item in value):
+        return tuple(_token_ids(item, index) for index, item in enumerate(value))
+    return (_token_ids(value),)
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+def _token_ids(value: list[Any] | tuple[Any, ...], *at: int) -> tuple[int, ...]:
+    if not value or not all(type(token) is int and token >= 0 for token in value):
+        refuse("must hold token ids only: integers from 0, at least one", at=at)
+    return tuple(value)
 
 
-class _Echoed(BaseModel):
-    """Part of an earlier answer that a client sends back; keys that we do not read are dropped."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-
-
-class FunctionCall(_Echoed):
-    """The function that an earlier assistant turn called; its arguments are always an object."""
-
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+_Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
+_Probability = Annotated[float | None, Field(ge=0, le=1, allow_inf_nan=False)]
+# Says nothing about the answer, so what is no name is no error.
+_Hint = Annotated[str | None, BeforeValidator(_string_or_none)]
 
 
-class ToolCall(_Echoed):
-    """One tool call in the history."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-    def template_call(self) -> dict[str, Any]:
-        """Return the call as chat templates read it."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        call: dict[str, Any] = {"type": self.type, "function": function}
-        if self.id is not None:
-            call["id"] = self.id
-        return call
-
-
-class Message(_Body):
-    """One turn of a chat. ``refusal`` and ``annotations`` of an echoed answer have no effect."""
-
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    # Before `content`, whose check looks at it.
-    tool_calls: Annotated[tuple[ToolCall, ...] | None, Field(strict=False)] = None
-    content: Annotated[str | None, BeforeValidator(_content), Field(validate_default=True)] = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: None = None
-    function_call: None = None
-
-    def template_message(self) -> dict[str, Any]:
-        """Return the turn as chat templates read it; ``content`` is always a string."""
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
-        }
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [call.template_call() for call in self.tool_calls]
-        return message
-
-
-class _SampledRequest(_Body):
+class _SampledRequest(Body):
     """What both endpoints share. None is "unset": the worker's or the model's default applies."""
 
     model: Annotated[str | None, Field(min_length=1)] = None
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
-    top_p: Annotated[float | None, Field(ge=0, le=1, allow_inf_nan=False)] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
+    n: Annotated[int, Field(ge=1, le=128)] = 1
     stream: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0
+    session_id: _Hint = None
+    prompt_cache_key: _Hint = None
+
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    ignore_eos: bool = False
+
+    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
+    top_p: _Probability = None
+    top_k: Annotated[int | None, BeforeValidator(_top_k)] = None
+    min_p: _Probability = None
+    xtc_probability: _Probability = None
+    xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5, allow_inf_nan=False)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    frequency_penalty: _Penalty = None
+    presence_penalty: _Penalty = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10, allow_inf_nan=False)] = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] = ()
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        limit = self.token_limit
+        if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
+            refuse("must be at most the token limit, {limit}", at=("min_tokens",), limit=str(limit))
+        if self.structured_outputs and self.response_format and self.response_format.constraint:
+            refuse("cannot be used together with 'response_format'", at=("structured_outputs",))
+        return self
 
     @property
     def token_limit(self) -> int | None:
@@ -197,12 +163,57 @@ class _SampledRequest(_Body):
         """Return up to four non-empty strings that end the answer."""
         return self.stop
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """Return what the answer's text has to follow; None for free text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint
+        return None if self.response_format is None else self.response_format.constraint
+
+    @property
+    def session(self) -> str | None:
+        """Return ``session_id``, else ``prompt_cache_key``: requests likely to share prefixes.
+
+        A hint and no more: what is no string, or empty, counts as not there.
+        """
+        return self.session_id or self.prompt_cache_key
+
 
 class ChatRequest(_SampledRequest):
     """The body of ``/v1/chat/completions``."""
 
     messages: Annotated[tuple[Message, ...], BeforeValidator(_messages), Field(strict=False)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    tools: Tools = ()
+    tool_choice: ToolChoiceField = AUTO
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    thinking_budget: Annotated[int | None, Field(ge=0)] = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _continue_or_open(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if fields.get("continue_final_message") is True:
+            return {"add_generation_prompt": False, **fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _chat_fields_agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            refuse("needs 'logprobs' to be true", at=("top_logprobs",))
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            refuse("needs a last message of the assistant", at=("continue_final_message",))
+        if self.continue_final_message and self.add_generation_prompt:
+            refuse(
+                "must be false where 'continue_final_message' is true",
+                at=("add_generation_prompt",),
+            )
+        return self
 
     @property
     def token_limit(self) -> int | None:
@@ -210,6 +221,11 @@ class ChatRequest(_SampledRequest):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Return how many likeliest tokens to tell beside each token; None: no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the turns as chat templates read them.
@@ -219,20 +235,34 @@ class ChatRequest(_SampledRequest):
         """
         return [message.template_message() for message in self.messages]
 
+    def tools_for_template(self) -> list[dict[str, Any]]:
+        """Return the tools in OpenAI's form, as chat templates read them."""
+        return [tool.template_tool() for tool in self.tools]
+
 
 class CompletionRequest(_SampledRequest):
-    """The body of ``/v1/completions``; ``prompt`` is a text or a non-empty tuple of token ids."""
+    """The body of ``/v1/completions``; each prompt is a text or a non-empty tuple of token ids."""
 
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    prompts: Annotated[
+        tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts), Field(alias="prompt")
+    ]
+    echo: bool = False
+    best_of: int | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> Self:
+        if self.best_of is not None and self.best_of != self.n:
+            refuse("must be the same as 'n'; nothing else is supported", at=("best_of",))
+        return self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Return how many likeliest tokens to tell beside each token; None: no logprobs at all."""
+        return self.logprobs
 
 
 Request = ChatRequest | CompletionRequest
-
-_MODELS: Mapping[Endpoint, type[ChatRequest] | type[CompletionRequest]] = {
-    Endpoint.CHAT: ChatRequest,
-    Endpoint.COMPLETIONS: CompletionRequest,
-}
-_SUPPORTED_FIELDS = {endpoint: frozenset(model.model_fields) for endpoint, model in _MODELS.items()}
 
 # Accepted with any value: they say nothing about the tokens of the answer.
 HARMLESS_FIELDS = frozenset(
@@ -248,58 +278,64 @@ HARMLESS_FIELDS = frozenset(
     }
 )
 
-# Fields that are known but not supported, with the values that change nothing: clients send
-# those without being asked. None is neutral everywhere.
-_UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+# Fields that an endpoint may know but not support, with the values that change nothing: clients
+# send those without being asked. None is neutral everywhere.
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "priority": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "stop_token_ids": ([],),
     "suffix": ("",),
+    "thinking_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_k": (0, -1),
     "top_logprobs": (0,),
-    "xtc_probability": (0,),
     "xtc_special_tokens": ([],),
-    "xtc_threshold": (0,),
+}
+_USE_INSTEAD: Mapping[str, str] = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
 }
 
-# pydantic's kinds of error, as the end of a sentence that starts with the field.
-_SENTENCES: Mapping[str, str] = {
-    "bool_type": "must be true or false",
-    "dict_type": "must be an object",
-    "extra_forbidden": "is an unknown field",
-    "finite_number": "must be a finite number",
-    "float_type": "must be a number",
-    "greater_than_equal": "must be at least {ge}",
-    "int_type": "must be an integer",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
-    "missing": "is required",
-    "model_attributes_type": "must be an object",
-    "model_type": "must be an object",
-    "none_required": "is not supported yet",
-    "string_too_short": "must not be empty",
-    "string_type": "must be a string",
-    "tuple_type": "must be a list",
+
+class FieldUse(StrEnum):
+    """What an endpoint does with a field that it knows."""
+
+    SUPPORTED = "supported"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+_MODELS: Mapping[Endpoint, type[ChatRequest] | type[CompletionRequest]] = {
+    Endpoint.CHAT: ChatRequest,
+    Endpoint.COMPLETIONS: CompletionRequest,
+}
+
+
+def _uses(model: type[ChatRequest] | type[CompletionRequest]) -> dict[str, FieldUse]:
+    supported = [field.alias or name for name, field in model.model_fields.items()]
+    return {
+        **dict.fromkeys(_NEUTRAL_VALUES, FieldUse.REFUSED),
+        **dict.fromkeys(HARMLESS_FIELDS, FieldUse.IGNORED),
+        **dict.fromkeys(supported, FieldUse.SUPPORTED),
+    }
+
+
+FIELD_USES: Mapping[Endpoint, Mapping[str, FieldUse]] = {
+    endpoint: _uses(model) for endpoint, model in _MODELS.items()
 }
 
 
@@ -323,148 +359,34 @@ def parse_request(
         body = body if is_clean else replace_surrogates(dict(body))
     except ValueError as exc:
         raise RequestError(f"the body of the request is {exc}") from None
-    supported = _SUPPORTED_FIELDS[endpoint]
+    uses = FIELD_USES[endpoint]
     fields: dict[str, Any] = {}
-    problems: list[tuple[str, str]] = []
+    problems: list[RequestError] = []
     for name, value in body.items():
-        if name in supported:
-            if value is not None:
-                fields[name] = value
-        elif name not in HARMLESS_FIELDS:
-            _check_unsupported(name, value, problems)
+        use = uses.get(name)
+        if use is None:
+            problems.append(RequestError(f"unknown field {quoted(name)}", param=shortened(name)))
+        elif value is None or use is FieldUse.IGNORED:
+            continue
+        elif use is FieldUse.SUPPORTED:
+            fields[name] = value
+        elif not any(_same(value, neutral) for neutral in _NEUTRAL_VALUES[name]):
+            problems.append(RequestError(_refusal(endpoint, name), param=name))
     try:
         request = _MODELS[endpoint].model_validate(fields)
     except ValidationError as exc:
-        problems += _described(exc)
+        problems += described(exc)
     if problems:
-        message, param = problems[0]
-        if len(problems) > 1:
-            message += f" (and {len(problems) - 1} more)"
-        raise RequestError(message, param=param)
+        first = problems[0]
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise RequestError(first.message + more, param=first.param, code=first.code)
     return request
-
-
-def load_json(text: str) -> Any:
-    """Return the value of a JSON text, with lone surrogates replaced by U+FFFD.
-
-    Raises:
-        ValueError: not JSON (NaN, Infinity and numbers beyond a float are not), or nested
-            deeper than MAX_NESTING; the message says which.
-    """
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as exc:
-        raise ValueError(f"not valid JSON: {exc.msg} at character {exc.pos + 1}") from None
-    except _NumberError:
-        raise
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    except ValueError:
-        raise ValueError("not valid JSON: an integer has too many digits") from None
-    # Only an escape can make a lone surrogate, and only that many brackets can nest too deep.
-    if "\\u" in text or text.count("{") + text.count("[") > MAX_NESTING:
-        return replace_surrogates(value)
-    return value
-
-
-def replace_surrogates(value: Any) -> Any:
-    """Return the value itself, or a copy in which U+FFFD stands for each lone surrogate.
-
-    Raises:
-        ValueError: nested deeper than MAX_NESTING.
-    """
-    return value if _encodes(value, MAX_NESTING) else _replaced(value, MAX_NESTING)
-
-
-def quoted(value: Any) -> str:
-    """Return a string in quotes, cut to 80 characters; the type's name for anything else."""
-    return repr(shortened(value) if isinstance(value, str) else type(value).__name__)
-
-
-def shortened(value: Any) -> str:
-    """Return the value as text of at most 80 characters, so that no message carries a prompt."""
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _check_unsupported(name: Any, value: Any, problems: list[tuple[str, str]]) -> None:
-    neutral = _UNSUPPORTED_FIELDS.get(name)
-    if neutral is None:
-        problems.append((f"unknown field {quoted(name)}", shortened(name)))
-    elif value is not None and not any(_same(value, default) for default in neutral):
-        problems.append((f"'{name}' is not supported yet", name))
 
 
 def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _described(exc: ValidationError) -> list[tuple[str, str]]:
-    problems = []
-    for error in exc.errors(include_url=False, include_input=False):
-        path = ".".join(shortened(step) for step in error["loc"])
-        sentence = error["msg"]
-        if error["type"] != "refused":
-            sentence = _SENTENCES.get(error["type"], "is not valid")
-            sentence = sentence.format_map(
-                {
-                    name: f"{limit:g}" if isinstance(limit, float) else limit
-                    for name, limit in error.get("ctx", {}).items()
-                }
-            )
-        problems.append((f"'{path}' {sentence}", path))
-    return problems
-
-
-def _encodes(value: Any, levels: int) -> bool:
-    if isinstance(value, str):
-        if value.isascii():
-            return True
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return False
-        return True
-    if not isinstance(value, _CONTAINERS):
-        return True
-    if not levels:
-        raise ValueError(_TOO_DEEP)
-    if isinstance(value, dict):
-        for key in value:
-            if not _encodes(key, levels):
-                return False
-        value = value.values()
-    for item in value:  # noqa: SIM110 (a loop takes half the time of all())
-        if not _encodes(item, levels - 1):
-            return False
-    return True
-
-
-def _replaced(value: Any, levels: int) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if not isinstance(value, _CONTAINERS):
-        return value
-    if not levels:
-        raise ValueError(_TOO_DEEP)
-    if isinstance(value, dict):
-        return {_replaced(k, levels): _replaced(v, levels - 1) for k, v in value.items()}
-    return [_replaced(item, levels - 1) for item in value]
-
-
-class _NumberError(ValueError):
-    """A number that Python's decoder would take and JSON does not."""
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _NumberError(f"not valid JSON: {name} is no JSON number")
-
-
-def _finite_float(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise _NumberError(f"not valid JSON: the number {shortened(text)} is out of range")
-    return number
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
+def _refusal(endpoint: Endpoint, name: str) -> str:
+    refusal = f"'{name}' is not supported by {endpoint}"
+    return f"{refusal}; use '{_USE_INSTEAD[name]}'" if name in _USE_INSTEAD else refusal

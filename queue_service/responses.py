@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -12,10 +13,106 @@ from queue_service.requests import Endpoint
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended: a stop string or end-of-sequence token, or the token limit."""
+    """Why a choice ended: a stop string or token, the token limit, or calls of tools."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's bytes and its log-probability, natural logarithm."""
+
+    token: bytes
+    logprob: float
+
+    @property
+    def text(self) -> str:
+        """The bytes as text; a part of a character is U+FFFD."""
+        return self.token.decode("utf-8", "replace")
+
+    def to_body(self) -> dict[str, Any]:
+        """Return the object of a chat answer."""
+        return {"token": self.text, "bytes": list(self.token), "logprob": self.logprob}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A completion token, and the likeliest tokens at its place, likeliest first."""
+
+    token: Logprob
+    top: tuple[Logprob, ...] = ()
+
+    def to_body(self) -> dict[str, Any]:
+        """Return the object of a chat answer."""
+        return {**self.token.to_body(), "top_logprobs": [one.to_body() for one in self.top]}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that the model asks for; ``arguments`` is JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def to_body(self) -> dict[str, Any]:
+        """Return the object of a chat answer."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to one prompt.
+
+    Attributes:
+        text: what is no reasoning and no tool call.
+        completion_tokens: all of its tokens, those of reasoning and calls too.
+        logprobs: one entry a completion token, None when nobody asked.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    completion_tokens: int
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def to_body(self, endpoint: Endpoint, index: int) -> dict[str, Any]:
+        """Return the choice in the shape of its endpoint."""
+        head = {"index": index, "finish_reason": self.finish_reason.value}
+        if endpoint is Endpoint.COMPLETIONS:
+            return {**head, "text": self.text, "logprobs": self._text_logprobs()}
+        logprobs = None
+        if self.logprobs is not None:
+            content = [one.to_body() for one in self.logprobs]
+            logprobs = {"content": content, "refusal": None}
+        message = {
+            "role": "assistant",
+            "content": None if self.tool_calls and not self.text else self.text,
+            "refusal": None,
+            "tool_calls": [call.to_body() for call in self.tool_calls],
+            "reasoning_content": self.reasoning or None,
+            "reasoning": self.reasoning or None,
+        }
+        return {**head, "message": message, "logprobs": logprobs}
+
+    def _text_logprobs(self) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        texts = [one.token.text for one in self.logprobs]
+        offsets = [0, *itertools.accumulate(len(text) for text in texts)][: len(texts)]
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.token.logprob for one in self.logprobs],
+            "top_logprobs": [
+                {like.text: like.logprob for like in one.top} for one in self.logprobs
+            ],
+            "text_offset": offsets,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +141,7 @@ def completion_body(
     job_id: str,
     model: str,
     created: int,
-    text: str,
-    finish_reason: FinishReason,
+    choices: Sequence[Choice],
     usage: Usage,
     fingerprint: str,
 ) -> dict[str, Any]:
@@ -55,35 +151,15 @@ def completion_body(
         created: seconds since the epoch.
         fingerprint: names what could change the output: weights, dtype, versions.
     """
+    kind, prefix = "text_completion", "cmpl-"
     if endpoint is Endpoint.CHAT:
         kind, prefix = "chat.completion", "chatcmpl-"
-        choice: dict[str, Any] = {
-            "index": 0,
-            "finish_reason": finish_reason.value,
-            "message": {
-                "role": "assistant",
-                "content": text,
-                "refusal": None,
-                "tool_calls": [],
-                "reasoning_content": None,
-                "reasoning": None,
-            },
-            "logprobs": None,
-        }
-    else:
-        kind, prefix = "text_completion", "cmpl-"
-        choice = {
-            "index": 0,
-            "text": text,
-            "finish_reason": finish_reason.value,
-            "logprobs": None,
-        }
     return {
         "id": prefix + job_id,
         "object": kind,
         "created": created,
         "model": model,
-        "choices": [choice],
+        "choices": [choice.to_body(endpoint, index) for index, choice in enumerate(choices)],
         "usage": usage.to_body(),
         "system_fingerprint": fingerprint,
     }

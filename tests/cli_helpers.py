@@ -20,7 +20,7 @@ from queue_service.connection import connect
 from queue_service.local_server import LocalServer
 from queue_service.payload import Encoding, decode_call, encode_value
 from queue_service.requests import Endpoint
-from queue_service.responses import FinishReason, Usage, completion_body
+from queue_service.responses import Choice, FinishReason, Usage, completion_body
 from queue_service.settings import RedisSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,8 +224,7 @@ def _answered(claimed: Claimed, text: str | None) -> Outcome:
         job_id=claimed.job_id,
         model="by-hand",
         created=1_700_000_000,
-        text=prompt if text is None else text,
-        finish_reason=FinishReason.STOP,
+        choices=[Choice(prompt if text is None else text, FinishReason.STOP, completion_tokens=3)],
         usage=Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2),
         fingerprint="fp_hand",
     )

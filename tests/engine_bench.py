@@ -5,19 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import qwen3
 
-from tests.harness import make_claimed, make_request
 from tests.reference_engine import ReferenceEngine
 from workers.batch_engine import BatchEngine
-from workers.engine import Token
+from workers.engine import RowRequest, Token, TokenLogprobs
 from workers.memory import MemoryGuard
 from workers.pace import PrefillPace
 from workers.packed import PackedRunner
-from workers.requests import PreparedRequest
 from workers.sampling import SamplingPlan
 from workers.scheduler import Policy
 
@@ -59,20 +58,23 @@ def embeddings() -> mx.array:
 def request(
     name: str,
     *,
-    execution_id: str | None = None,
+    row_id: str | None = None,
     length: int = 9,
     limit: int = 6,
     plan: SamplingPlan = GREEDY,
     tokens: Sequence[int] | None = None,
-) -> PreparedRequest:
+    **options: Any,
+) -> RowRequest:
     """Return a request with a prompt that its name and length decide."""
     chosen = random.Random(f"{name} {length}")
     prompt = tokens or [chosen.randrange(1, VOCABULARY) for _ in range(length)]
-    return make_request(
-        claimed=make_claimed(job_id=name, execution_id=execution_id or name),
+    return RowRequest(
+        row_id=row_id or name,
         prompt_ids=tuple(prompt),
         token_limit=limit,
         sampling=plan,
+        stop_ids=frozenset({EOS}),
+        **options,
     )
 
 
@@ -100,17 +102,20 @@ class Bench:
             memory=memory,
         )
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.failed: dict[str, Exception] = {}
 
-    def add(self, *requests: PreparedRequest) -> None:
+    def add(self, *requests: RowRequest) -> None:
         self.engine.add(requests)
 
     def step(self) -> None:
         for event in self.engine.step():
             if isinstance(event, Token):
-                self.tokens.setdefault(event.execution_id, []).append(event.token_id)
+                self.tokens.setdefault(event.row_id, []).append(event.token_id)
+                if event.logprobs is not None:
+                    self.logprobs.setdefault(event.row_id, []).append(event.logprobs)
             else:
-                self.failed[event.execution_id] = event.error
+                self.failed[event.row_id] = event.error
 
     def run(self) -> dict[str, list[int]]:
         for _ in range(10_000):
@@ -137,10 +142,9 @@ def alone(name: str, length: int, limit: int, plan: SamplingPlan) -> list[int]:
     return tokens
 
 
-def expected(requests: Iterable[PreparedRequest]) -> dict[str, list[int]]:
+def expected(requests: Iterable[RowRequest]) -> dict[str, list[int]]:
     return {
-        r.execution_id: alone(r.execution_id, len(r.prompt_ids), r.token_limit, r.sampling)
-        for r in requests
+        r.row_id: alone(r.row_id, len(r.prompt_ids), r.token_limit, r.sampling) for r in requests
     }
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from queue_service.errors import RequestError
-from workers.engine import Failed, Token
+from workers.engine import Failed, RowRequest, Token
 from workers.errors import TransientError
 from workers.generation import EngineParts
 from workers.model_info import ModelInfo
-from workers.requests import PreparedRequest
 
 EOS = 256
 VOCABULARY = 257
@@ -28,7 +27,10 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i != EOS).decode("utf-8", "replace")
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def render_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
         if any(message["content"] == "refuse me" for message in messages):
             raise RequestError("the template says no", param="messages")
         return messages[-1]["content"]
@@ -39,7 +41,7 @@ class FakeTokenizer:
 
 @dataclass
 class _Row:
-    request: PreparedRequest
+    request: RowRequest
     answer: list[int]
     position: int = 0
 
@@ -57,21 +59,21 @@ class FakeEngine:
     rows: dict[str, _Row] = field(default_factory=dict)
     batch_sizes: list[int] = field(default_factory=list)
 
-    def add(self, requests: Iterable[PreparedRequest]) -> None:
+    def add(self, requests: Iterable[RowRequest]) -> None:
         for request in requests:
             answer = [*request.prompt_ids, EOS]
-            self.rows[request.execution_id] = _Row(request, answer)
+            self.rows[request.row_id] = _Row(request, answer)
 
-    def remove(self, execution_ids: Iterable[str]) -> None:
-        for execution_id in execution_ids:
-            self.rows.pop(execution_id, None)
+    def remove(self, row_ids: Iterable[str]) -> None:
+        for row_id in row_ids:
+            self.rows.pop(row_id, None)
 
     def step(self) -> list[Token | Failed]:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         self.batch_sizes.append(len(self.rows))
         events: list[Token | Failed] = []
-        for execution_id, row in list(self.rows.items()):
+        for row_id, row in list(self.rows.items()):
             text = bytes(row.request.prompt_ids)
             if text.startswith(b"crash"):
                 import os
@@ -80,14 +82,14 @@ class FakeEngine:
             if text.startswith(b"fault"):
                 raise RuntimeError("the device is on fire")
             if text.startswith(b"lost") and row.position == 1:
-                del self.rows[execution_id]
-                events.append(Failed(execution_id, TransientError("the row is lost")))
+                del self.rows[row_id]
+                events.append(Failed(row_id, TransientError("the row is lost")))
                 continue
             token_id = row.answer[row.position]
             row.position += 1
-            events.append(Token(execution_id, token_id))
+            events.append(Token(row_id, token_id))
             if token_id == EOS or row.position >= row.request.token_limit:
-                del self.rows[execution_id]
+                del self.rows[row_id]
         return events
 
     @property
@@ -116,4 +118,4 @@ def fake_info(name: str = "fake") -> ModelInfo:
 
 
 def fake_parts(engine: FakeEngine) -> EngineParts:
-    return EngineParts(engine, FakeTokenizer(), frozenset({EOS}))
+    return EngineParts(engine, FakeTokenizer())

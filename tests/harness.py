@@ -32,10 +32,10 @@ from queue_service.settings import (
     WorkerSettings,
 )
 from queue_service.streams import text_of
-from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
+from tests.fakes import EOS, FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import Reporter, ServedModel, build_worker
 from workers.child_settings import ChildSettings
-from workers.requests import PreparedRequest
+from workers.requests import PreparedRequest, Prompt
 from workers.sampling import SamplingPlan
 from workers.supervisor import Supervisor
 
@@ -108,6 +108,7 @@ def make_request(
     prompt_ids: tuple[int, ...] | None = None,
     token_limit: int = 4096,
     sampling: SamplingPlan = _GREEDY,
+    num_choices: int = 1,
     stop_strings: tuple[str, ...] = (),
     stream: bool = False,
 ) -> PreparedRequest:
@@ -116,10 +117,10 @@ def make_request(
         claimed=claimed or make_claimed(),
         endpoint=Endpoint.CHAT,
         model="fake",
-        prompt_ids=prompt_ids or tuple(text.encode()),
-        token_limit=token_limit,
-        sampling=sampling,
+        prompts=(Prompt(prompt_ids or tuple(text.encode()), token_limit),),
+        samplings=(sampling,) * num_choices,
         stop_strings=stop_strings,
+        stop_ids=frozenset({EOS}),
         stream=stream,
         encoding=Encoding.JSON,
     )

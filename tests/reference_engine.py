@@ -8,9 +8,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
 
-from workers.engine import Failed, Token
+from workers.engine import Failed, RowRequest, Token
 from workers.mlx_sampling import draw, greedy
-from workers.requests import PreparedRequest
 from workers.sampling import SamplingPlan
 
 RowSampler = Callable[[mx.array], mx.array]
@@ -67,10 +66,10 @@ class ReferenceEngine:
             prefill_batch_size=min(prefill_rows, max_rows),
             prefill_step_size=prefill_step_tokens,
         )
-        self._execution_ids: dict[int, str] = {}
+        self._row_ids: dict[int, str] = {}
         self._uids: dict[str, int] = {}
 
-    def add(self, requests: Iterable[PreparedRequest]) -> None:
+    def add(self, requests: Iterable[RowRequest]) -> None:
         """Take requests in; they join the batch as rows within the next steps."""
         requests = list(requests)
         uids = self._generator.insert(
@@ -79,14 +78,14 @@ class ReferenceEngine:
             samplers=[make_row_sampler(request.sampling) for request in requests],
         )
         for uid, request in zip(uids, requests, strict=True):
-            self._execution_ids[uid] = request.execution_id
-            self._uids[request.execution_id] = uid
+            self._row_ids[uid] = request.row_id
+            self._uids[request.row_id] = uid
 
-    def remove(self, execution_ids: Iterable[str]) -> None:
+    def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""
-        uids = [self._uids.pop(e) for e in execution_ids if e in self._uids]
+        uids = [self._uids.pop(e) for e in row_ids if e in self._uids]
         for uid in uids:
-            del self._execution_ids[uid]
+            del self._row_ids[uid]
         if uids:
             self._generator.remove(uids)  # type: ignore[no-untyped-call]
 
@@ -95,10 +94,10 @@ class ReferenceEngine:
         _, responses = self._generator.next()  # type: ignore[no-untyped-call]
         tokens: list[Token | Failed] = []
         for response in responses:
-            execution_id = self._execution_ids[response.uid]
-            tokens.append(Token(execution_id, response.token))
+            row_id = self._row_ids[response.uid]
+            tokens.append(Token(row_id, response.token))
             if response.finish_reason is not None:
-                del self._execution_ids[response.uid], self._uids[execution_id]
+                del self._row_ids[response.uid], self._uids[row_id]
         return tokens
 
     @property

@@ -11,15 +11,23 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from workers.engine import Failed, Token
+from workers.engine import Failed, RowRequest, Token
 from workers.errors import InsufficientMemory, InvalidLogits, TransientError
 from workers.memory import MemoryGuard, Pressure
+from workers.mlx_logits import (
+    CapturedLogprobs,
+    RowRules,
+    apply_masks,
+    apply_rules,
+    capture_logprobs,
+)
 from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
-from workers.requests import PreparedRequest
 from workers.runner import PromptChunk, Runner
 from workers.scheduler import Chunk, Policy, Scheduler, SchedulerCorrupt
 
@@ -39,10 +47,14 @@ class _Row:
 
     Attributes:
         tokens: the prompt and what was generated.
+        rules: what its logits go through, None for nothing.
+        prefix: what another row has computed of the prompt, until it is taken over.
     """
 
-    request: PreparedRequest
+    request: RowRequest
     tokens: list[int]
+    rules: RowRules | None
+    prefix: Any = None
 
     @property
     def num_generated(self) -> int:
@@ -60,7 +72,17 @@ class _Launched:
     rows: Sequence[_Row]
     index: dict[str, int]
     tokens: mx.array
+    logprobs: CapturedLogprobs | None
     prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A forward pass whose tokens were not drawn yet."""
+
+    rows: Sequence[_Row]
+    logits: mx.array
+    positions: Sequence[int]
 
 
 class BatchEngine:
@@ -69,7 +91,7 @@ class BatchEngine:
     Args:
         runner: runs the model; used only on the thread that calls this engine.
         vocab_size: ids at and above it never reach the model.
-        eos_token_ids: a row that generates one of these leaves the batch.
+        eos_token_ids: what ends an answer, which no sampling leaves out.
         policy: what the scheduler may use.
         pace: how much of the prompts a step takes in.
         memory: watches what the device has left.
@@ -89,7 +111,7 @@ class BatchEngine:
     ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = sorted(eos_token_ids)
         self._policy = policy
         self._pace = pace or PrefillPace()
         self._memory = memory
@@ -97,26 +119,31 @@ class BatchEngine:
         self._rows: dict[str, _Row] = {}
         self._scheduler = Scheduler(policy, runner.row_bytes)
         self._launched: _Launched | None = None
+        # Rows that wait for the prompt of another, by that one.
+        self._followers: dict[str, list[str]] = {}
         self._events: list[Token | Failed] = []
         self._num_steps = 0
         self._num_failures = 0
         self._step_began = 0.0
 
-    def add(self, requests: Iterable[PreparedRequest]) -> None:
+    def add(self, requests: Iterable[RowRequest]) -> None:
         """Take requests in; they join the batch as rows when there is room for them."""
         for request in requests:
             error = self._refusal(request)
             if error is not None:
-                self._events.append(Failed(request.execution_id, error))
+                self._events.append(Failed(request.row_id, error))
                 continue
-            row = _Row(request, list(request.prompt_ids))
-            self._rows[request.execution_id] = row
+            prompt = list(request.prompt_ids)
+            rules = RowRules.of_row(request.rules, sorted(request.stop_ids), prompt)
+            row = _Row(request, prompt, rules)
+            self._rows[request.row_id] = row
             self._schedule(row)
+            self._follow(row)
 
-    def remove(self, execution_ids: Iterable[str]) -> None:
+    def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""
-        for execution_id in execution_ids:
-            row = self._rows.get(execution_id)
+        for row_id in row_ids:
+            row = self._rows.get(row_id)
             if row is not None:
                 self._leave(row)
 
@@ -170,23 +197,24 @@ class BatchEngine:
         plan = self._scheduler.plan(
             self._pace.tokens(beside_decoding=self._scheduler.num_decoding > 0)
         )
-        for execution_id in plan.preempted:
-            logger.info("row waits again, the guess of its length was short row=%s", execution_id)
-            self._runner.drop(execution_id)
-        for execution_id in plan.admitted:
-            self._runner.add(execution_id, len(self._rows[execution_id].tokens))
+        for row_id in plan.preempted:
+            logger.info("row waits again, the guess of its length was short row=%s", row_id)
+            self._runner.drop(row_id)
+        for row_id in plan.admitted:
+            self._make_room(self._rows[row_id])
         prefilled = self._prefill(plan.chunks)
         num_prompt_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
         before, self._launched = self._launched, None
-        if plan.decoding:
-            self._launched = self._launch(plan.decoding, before, num_prompt_tokens)
-        elif prefilled:
+        forwarded = self._forward(plan.decoding, before) if plan.decoding else None
+        if forwarded is None and prefilled:
             mx.eval(prefilled)
         if before is not None:
             self._read(before)
             self._num_failures = 0
-        for execution_id in plan.overflowed:
-            overflowed = self._rows.get(execution_id)
+        if forwarded is not None:
+            self._launched = self._sample(forwarded, num_prompt_tokens)
+        for row_id in plan.overflowed:
+            overflowed = self._rows.get(row_id)
             if overflowed is not None:  # it did not end with the token just read
                 self._fail(overflowed, self._too_long(len(overflowed.tokens)))
         self._observe(began, before, num_prompt_tokens)
@@ -197,29 +225,28 @@ class BatchEngine:
             return []
         made = self._runner.prefill(
             [
-                PromptChunk(
-                    chunk.sequence_id, self._rows[chunk.sequence_id].tokens[c.start : c.stop]
-                )
-                for chunk in chunks
-                for c in (chunk,)
+                PromptChunk(c.sequence_id, self._rows[c.sequence_id].tokens[c.start : c.stop])
+                for c in chunks
             ]
         )
         mx.async_eval(made)  # type: ignore[no-untyped-call]
+        for chunk in chunks:
+            if chunk.is_last and chunk.sequence_id in self._followers:
+                self._share_prompt(chunk.sequence_id)
         return made
 
-    def _launch(
-        self, execution_ids: Sequence[str], before: _Launched | None, num_prompt_tokens: int
-    ) -> _Launched:
-        order = self._runner.arrange(execution_ids)
-        rows = [self._rows[execution_id] for execution_id in order]
+    def _forward(self, row_ids: Sequence[str], before: _Launched | None) -> _Forwarded:
+        """Launch the pass that gives the next logits, fed with tokens that may not be read yet."""
+        order = self._runner.arrange(row_ids)
+        rows = [self._rows[row_id] for row_id in order]
         index = before.index if before is not None else {}
         # A row's last token is either known or the one that is being computed for it now.
-        known = [row.tokens[-1] for row in rows if row.request.execution_id not in index]
+        known = [row.tokens[-1] for row in rows if row.request.row_id not in index]
         sources: list[int] = []
         num_known = 0
-        for execution_id in order:
-            if execution_id in index:
-                sources.append(index[execution_id])
+        for row_id in order:
+            if row_id in index:
+                sources.append(index[row_id])
             else:
                 sources.append(len(index) + num_known)
                 num_known += 1
@@ -229,26 +256,83 @@ class BatchEngine:
         if sources != list(range(feed.size)):
             feed = feed[mx.array(sources)]
         logits = self._runner.decode(order, feed)
-        positions = [row.num_generated + (row.request.execution_id in index) for row in rows]
-        tokens = draw(logits, [row.request.sampling for row in rows], positions)
-        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-        tokens = mx.where(mx.isnan(chosen), _NO_TOKEN, tokens.astype(mx.int32))
-        mx.async_eval(tokens)  # type: ignore[no-untyped-call]
-        return _Launched(rows, {e: i for i, e in enumerate(order)}, tokens, num_prompt_tokens)
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        positions = [row.num_generated + (row.request.row_id in index) for row in rows]
+        return _Forwarded(rows, logits, positions)
 
     def _read(self, launched: _Launched) -> None:
         tokens: list[int] = launched.tokens.tolist()  # type: ignore[assignment]
-        for row, token_id in zip(launched.rows, tokens, strict=True):
-            execution_id = row.request.execution_id
-            if self._rows.get(execution_id) is not row:
+        logprobs = launched.logprobs.read() if launched.logprobs is not None else {}
+        for place, (row, token_id) in enumerate(zip(launched.rows, tokens, strict=True)):
+            request = row.request
+            if self._rows.get(request.row_id) is not row:
                 continue  # it left after this was launched
             if token_id == _NO_TOKEN:
                 self._fail(row, InvalidLogits(len(row.tokens)), wipe=True)
                 continue
+            has_ended = token_id in request.stop_ids
+            try:
+                if request.matcher is not None and not has_ended:
+                    request.matcher.accept(token_id)
+            except Exception as error:  # one row's matcher: its neighbours go on
+                self._fail(row, error)
+                continue
             row.tokens.append(token_id)
-            self._events.append(Token(execution_id, token_id))
-            if token_id in self._eos_token_ids or row.tokens_left == 0:
+            if row.rules is not None:
+                row.rules.push(token_id)
+            self._events.append(Token(request.row_id, token_id, logprobs.get(place)))
+            if has_ended or row.tokens_left == 0:
                 self._leave(row)
+
+    def _sample(self, forwarded: _Forwarded, num_prompt_tokens: int) -> _Launched:
+        """Draw the tokens of a pass, now that those before them are known; do not wait for them."""
+        rows = forwarded.rows
+        logits = self._apply_masks(self._apply_rules(forwarded.logits, rows), rows)
+        tokens = draw(
+            logits,
+            [row.request.sampling for row in rows],
+            forwarded.positions,
+            never_excluded=self._eos_token_ids,
+        )
+        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        logprobs = capture_logprobs(
+            forwarded.logits,
+            tokens,
+            [
+                (place, row.request.num_top_logprobs)
+                for place, row in enumerate(rows)
+                if row.request.num_top_logprobs is not None
+            ],
+        )
+        tokens = mx.where(mx.isnan(chosen), _NO_TOKEN, tokens.astype(mx.int32))
+        wanted = [logprobs.chosen, logprobs.top_ids, logprobs.top] if logprobs is not None else []
+        mx.async_eval(tokens, *wanted)  # type: ignore[no-untyped-call]
+        index = {row.request.row_id: place for place, row in enumerate(rows)}
+        return _Launched(rows, index, tokens, logprobs, num_prompt_tokens)
+
+    def _apply_rules(self, logits: mx.array, rows: Sequence[_Row]) -> mx.array:
+        ruled = [(place, row.rules) for place, row in enumerate(rows) if row.rules is not None]
+        if not ruled:
+            return logits
+        # A copy, since the logits themselves may be wanted for log-probabilities.
+        return apply_rules(mx.array(logits.astype(mx.float32)), ruled)
+
+    def _apply_masks(self, logits: mx.array, rows: Sequence[_Row]) -> mx.array:
+        matched = [
+            (place, row, row.request.matcher)
+            for place, row in enumerate(rows)
+            if row.request.matcher is not None and row.request.row_id in self._rows
+        ]
+        if not matched:
+            return logits
+        masks = np.zeros((len(matched), -(-self._vocab_size // 32)), dtype=np.uint32)
+        for mask, (_, row, matcher) in zip(masks, matched, strict=True):
+            try:
+                matcher.fill(mask)
+            except Exception as error:  # one row's matcher: its neighbours go on
+                mask[:] = np.uint32(0xFFFFFFFF)
+                self._fail(row, error)
+        return apply_masks(mx.array(logits), [place for place, _, _ in matched], masks)
 
     def _observe(self, began: float, before: _Launched | None, num_prompt_tokens: int) -> None:
         seconds = self._clock() - began
@@ -261,10 +345,34 @@ class BatchEngine:
 
     def _schedule(self, row: _Row) -> None:
         self._scheduler.add(
-            row.request.execution_id, num_tokens=len(row.tokens), token_limit=row.tokens_left
+            row.request.row_id, num_tokens=len(row.tokens), token_limit=row.tokens_left
         )
 
-    def _refusal(self, request: PreparedRequest) -> Exception | None:
+    def _make_room(self, row: _Row) -> None:
+        if row.prefix is None:
+            self._runner.add(row.request.row_id, len(row.tokens))
+        else:
+            self._runner.insert(row.request.row_id, row.prefix, len(row.tokens))
+            row.prefix = None
+
+    def _follow(self, row: _Row) -> None:
+        """Let a row wait until the one that it shares its prompt with has computed it."""
+        request = row.request
+        leader = self._rows.get(request.prompt_of or "")
+        if leader is None or leader.num_generated or len(request.prompt_ids) < 2:
+            return
+        self._scheduler.hold(request.row_id)
+        self._followers.setdefault(leader.request.row_id, []).append(request.row_id)
+
+    def _share_prompt(self, leader_id: str) -> None:
+        state = self._runner.extract(leader_id)
+        for row_id in self._followers.pop(leader_id):
+            row = self._rows[row_id]
+            row.prefix = state
+            self._scheduler.set_cached(row_id, len(row.tokens) - 1)
+            self._scheduler.release(row_id)
+
+    def _refusal(self, request: RowRequest) -> Exception | None:
         # The preparer has checked it; an id outside the vocabulary would end the process.
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocab_size:
             return ValueError("a prompt token is outside the vocabulary")
@@ -278,15 +386,29 @@ class BatchEngine:
         )
 
     def _leave(self, row: _Row, *, wipe: bool = False) -> None:
-        execution_id = row.request.execution_id
-        del self._rows[execution_id]
+        row_id = row.request.row_id
+        del self._rows[row_id]
+        self._leave_followers(row)
         self._scheduler.finished_with(row.num_generated)
-        self._scheduler.remove(execution_id)
-        self._runner.drop(execution_id, wipe=wipe)
+        self._scheduler.remove(row_id)
+        self._runner.drop(row_id, wipe=wipe)
+
+    def _leave_followers(self, row: _Row) -> None:
+        """See that nobody waits for, or as, a row that leaves."""
+        row_id = row.request.row_id
+        for others in self._followers.values():
+            if row_id in others:
+                others.remove(row_id)
+        waiting = self._followers.pop(row_id, [])
+        if waiting:
+            first, *rest = waiting
+            self._scheduler.release(first)
+            if rest:
+                self._followers[first] = rest
 
     def _fail(self, row: _Row, error: Exception, *, wipe: bool = False) -> None:
         self._leave(row, wipe=wipe)
-        self._events.append(Failed(row.request.execution_id, error))
+        self._events.append(Failed(row.request.row_id, error))
 
     def _recover(self, error: Exception) -> None:
         """Start over with every row's tokens, after a step that raised."""
@@ -297,11 +419,13 @@ class BatchEngine:
             "a step failed; its rows are computed again rows=%d", len(self._rows), exc_info=error
         )
         self._launched = None
+        self._followers.clear()
         self._runner.clear()
         mx.clear_cache()
         policy = replace(self._policy, expected_tokens=self._scheduler.expected_tokens)
         self._scheduler = Scheduler(policy, self._runner.row_bytes)
         for row in self._rows.values():
+            row.prefix = None
             self._schedule(row)
 
     # Memory ---------------------------------------------------------------------------------

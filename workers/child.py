@@ -217,6 +217,7 @@ def _preparer(settings: ChildSettings, served: ServedModel) -> Preparer:
     limits = Limits(
         context_tokens=served.info.context_length,
         vocabulary_size=served.info.vocab_size,
+        eos_token_ids=served.info.eos_token_ids,
         ceiling_tokens=settings.worker.max_tokens_ceiling,
         default_tokens=settings.worker.default_max_tokens,
     )

@@ -9,30 +9,35 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from workers.engine import Engine, Failed
+from workers.answer import AnswerDecoder, ChoiceBuilder
+from workers.answer_forms import Piece
+from workers.engine import Engine, Failed, Token
 from workers.requests import Generated, PreparedRequest
-from workers.text import Decoder, TextPipeline
 
 logger = logging.getLogger(__name__)
+
+NO_TOKEN = -1
 
 
 class Sink(Protocol):
     """Takes what the engine thread produces. Its methods never block."""
 
     def begin(self, request: PreparedRequest) -> None:
-        """A row is about to run."""
+        """A request is about to run."""
 
-    def advance(self, execution_id: str, token_id: int, text: str) -> None:
-        """A row generated a token; the text is what became certain with it, perhaps empty."""
+    def advance(
+        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+    ) -> None:
+        """A choice has one token more, or NO_TOKEN; the pieces became certain with it."""
 
-    def end(self, generated: Generated, last_text: str) -> None:
-        """A row came to its end; the text is what had been held back."""
+    def end(self, generated: Generated) -> None:
+        """Every choice of a request came to its end."""
 
     def fail(self, execution_id: str, error: Exception) -> None:
-        """A row came to no ending; the error's class says what becomes of its job."""
+        """A request came to no ending; the error's class says what becomes of its job."""
 
     def drop(self, execution_id: str) -> None:
-        """A row was removed; nothing more is wanted of it."""
+        """A request was removed; nothing more is wanted of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,23 @@ class EngineParts:
     """What the engine thread works with, made on that thread since MLX arrays belong to one."""
 
     engine: Engine
-    decoder: Decoder
-    eos_token_ids: frozenset[int]
+    decoder: AnswerDecoder
 
 
 @dataclass(slots=True)
-class _Row:
+class _Job:
+    """A request that runs, and its choices."""
+
     request: PreparedRequest
-    text: TextPipeline
+    builders: list[ChoiceBuilder]
+
+    @property
+    def row_ids(self) -> list[str]:
+        return [self.request.row_id(choice) for choice in range(len(self.builders))]
+
+    @property
+    def has_ended(self) -> bool:
+        return all(builder.has_ended for builder in self.builders)
 
 
 class GenerationThread:
@@ -74,7 +88,8 @@ class GenerationThread:
         self._max_rows = max_rows
         self._inbox: queue.SimpleQueue[Sequence[PreparedRequest] | None] = queue.SimpleQueue()
         self._waiting: list[PreparedRequest] = []
-        self._rows: dict[str, _Row] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._rows: dict[str, tuple[_Job, int]] = {}
         self._cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -124,18 +139,17 @@ class GenerationThread:
         if not parts.engine.has_work:
             return
         for event in parts.engine.step():
-            row = self._rows.get(event.execution_id)
-            if row is None:
+            job, choice = self._rows.get(event.row_id, (None, 0))
+            if job is None:
                 continue
             if isinstance(event, Failed):
-                self._fail(row, event.error)
+                self._fail(parts.engine, job, event.error)
                 continue
             try:
-                self._advance(parts.engine, row, event.token_id)
-            except Exception as error:  # one row's text: its neighbours go on
-                logger.exception("a row failed execution=%s", event.execution_id)
-                parts.engine.remove([event.execution_id])
-                self._fail(row, error)
+                self._advance(parts.engine, job, choice, event)
+            except Exception as error:  # one request's text: the others go on
+                logger.exception("an answer failed execution=%s", job.request.execution_id)
+                self._fail(parts.engine, job, error)
         self.steps += 1
         self.peak_bytes = parts.engine.peak_bytes
 
@@ -155,46 +169,66 @@ class GenerationThread:
         if not cancelled:
             return
         self._waiting = [r for r in self._waiting if r.execution_id not in cancelled]
-        engine.remove(cancelled & self._rows.keys())
         for execution_id in cancelled:
-            self._rows.pop(execution_id, None)
+            job = self._jobs.get(execution_id)
+            if job is not None:
+                self._remove(engine, job)
             self._sink.drop(execution_id)
 
     def _admit(self, parts: EngineParts) -> None:
-        room = self._max_rows - len(self._rows)
-        admitted, self._waiting = self._waiting[:room], self._waiting[room:]
-        if not admitted:
-            return
-        for request in admitted:
-            text = TextPipeline(
-                parts.decoder,
-                eos_token_ids=parts.eos_token_ids,
-                stop_strings=request.stop_strings,
-                token_limit=request.token_limit,
-            )
-            self._rows[request.execution_id] = _Row(request, text)
+        """Hand over what waits, while there is room for the first choice of the next one."""
+        while self._waiting and len(self._rows) < self._max_rows:
+            request = self._waiting.pop(0)
+            try:
+                rows = request.rows(parts.decoder)
+                builders = [self._builder(parts, request, i) for i in range(len(rows))]
+            except Exception as error:  # one request's matcher or text: the others go on
+                logger.exception("a request cannot begin execution=%s", request.execution_id)
+                self._sink.begin(request)
+                self._sink.fail(request.execution_id, error)
+                continue
+            job = _Job(request, builders)
+            self._jobs[request.execution_id] = job
             self._sink.begin(request)
-        parts.engine.add(admitted)
+            for choice, (row, builder) in enumerate(zip(rows, builders, strict=True)):
+                self._rows[row.row_id] = (job, choice)
+                if pieces := builder.begin():
+                    self._sink.advance(request.execution_id, choice, NO_TOKEN, pieces)
+            parts.engine.add(rows)
 
-    def _fail(self, row: _Row, error: Exception) -> None:
-        self._rows.pop(row.request.execution_id, None)
-        self._sink.fail(row.request.execution_id, error)
-
-    def _advance(self, engine: Engine, row: _Row, token_id: int) -> None:
-        execution_id = row.request.execution_id
-        text = row.text.push(token_id)
-        if row.text.finish_reason is None:
-            self._sink.advance(execution_id, token_id, text)
-            return
-        del self._rows[execution_id]
-        engine.remove([execution_id])
-        text += row.text.finish()
-        self._sink.end(
-            Generated(
-                request=row.request,
-                text=row.text.text,
-                finish_reason=row.text.finish_reason,
-                completion_tokens=row.text.num_tokens,
-            ),
-            text,
+    @staticmethod
+    def _builder(parts: EngineParts, request: PreparedRequest, choice: int) -> ChoiceBuilder:
+        prompt = request.prompt_of(choice)
+        return ChoiceBuilder(
+            parts.decoder,
+            request.form.splitter(choice),
+            stop_ids=request.stop_ids,
+            stop_strings=request.stop_strings,
+            token_limit=prompt.token_limit,
+            echo=prompt.echo,
         )
+
+    def _advance(self, engine: Engine, job: _Job, choice: int, token: Token) -> None:
+        builder = job.builders[choice]
+        num_before = builder.num_tokens
+        pieces = builder.push(token)
+        # What ends a choice without being part of it is no token of the answer.
+        token_id = token.token_id if builder.num_tokens > num_before else NO_TOKEN
+        self._sink.advance(job.request.execution_id, choice, token_id, pieces)
+        if not builder.has_ended:
+            return
+        del self._rows[token.row_id]
+        engine.remove([token.row_id])
+        if job.has_ended:
+            del self._jobs[job.request.execution_id]
+            self._sink.end(Generated(job.request, [one.choice() for one in job.builders]))
+
+    def _fail(self, engine: Engine, job: _Job, error: Exception) -> None:
+        self._remove(engine, job)
+        self._sink.fail(job.request.execution_id, error)
+
+    def _remove(self, engine: Engine, job: _Job) -> None:
+        engine.remove(job.row_ids)
+        self._jobs.pop(job.request.execution_id, None)
+        for row_id in job.row_ids:
+            self._rows.pop(row_id, None)

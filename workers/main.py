@@ -45,7 +45,7 @@ def load(settings: WorkerSettings) -> ServedModel:
         f"model_mb={loaded.num_bytes / 1e6:.0f} kv_mb={memory.kv_bytes / 1e6:.0f} {versions}"
     )
     return ServedModel(
-        parts=EngineParts(engine, loaded.tokenizer, loaded.info.eos_token_ids),
+        parts=EngineParts(engine, loaded.tokenizer),
         encoder=loaded.tokenizer,
         info=loaded.info,
         versions=versions,

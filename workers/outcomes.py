@@ -62,18 +62,19 @@ class OutcomeWriter:
 
     def _answered(self, result: Generated) -> Outcome:
         request, now = result.request, self._clock()
+        usage = Usage(
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=sum(choice.completion_tokens for choice in result.choices),
+            cached_tokens=result.cached_tokens,
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in result.choices),
+        )
         body = completion_body(
             request.endpoint,
             job_id=request.claimed.job_id,
             model=request.model,
             created=int(now),
-            text=result.text,
-            finish_reason=result.finish_reason,
-            usage=Usage(
-                prompt_tokens=len(request.prompt_ids),
-                completion_tokens=result.completion_tokens,
-                cached_tokens=result.cached_tokens,
-            ),
+            choices=result.choices,
+            usage=usage,
             fingerprint=self._fingerprint,
         )
         return Outcome(
@@ -82,10 +83,10 @@ class OutcomeWriter:
             error=None,
             keep_seconds=_asked(request.claimed, "result_ttl", self._retention.result_seconds),
             ended_at=now,
-            prompt_tokens=len(request.prompt_ids),
-            completion_tokens=result.completion_tokens,
-            cached_tokens=result.cached_tokens,
-            stream_end=("e", "done", "f", result.finish_reason.value),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            stream_end=("e", "done", "f", result.choices[0].finish_reason.value),
             has_stream=request.stream,
             stream_keep_seconds=self._retention.stream_seconds,
         )

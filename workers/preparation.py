@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from queue_service.broker import Claimed
 from queue_service.errors import RequestError
 from queue_service.payload import Call, decode_call
-from queue_service.requests import ChatRequest, CompletionRequest, Endpoint, parse_request
-from workers.requests import PreparedRequest
+from queue_service.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Endpoint,
+    Request,
+    parse_request,
+)
+from queue_service.tool_fields import ToolChoiceMode
+from workers.answer_forms import AnswerForms
+from workers.engine import LogitRules
+from workers.requests import PreparedRequest, Prompt
 from workers.sampling import SamplingPlan, default_seed
 
 _T = TypeVar("_T")
@@ -27,18 +37,43 @@ class Limits:
         ceiling_tokens: the most tokens of one answer, None for no ceiling.
         default_tokens: the answer's limit when the request names none, None for the context's.
         vocabulary_size: token ids are below it.
+        eos_token_ids: what ends an answer.
     """
 
     context_tokens: int
     vocabulary_size: int
+    eos_token_ids: frozenset[int]
     ceiling_tokens: int | None = None
     default_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets that does not say: the model's own wishes, else these.
+
+    Raises:
+        ValueError: see `SamplingPlan`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class PromptEncoder(Protocol):
     """What is asked of a tokenizer here."""
 
-    def render_chat(self, messages: list[dict[str, Any]], /) -> str:
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
         """Return the prompt text of a chat; raises RequestError with the template's words."""
 
     def encode_chat(self, rendered: str) -> list[int]:
@@ -47,13 +82,17 @@ class PromptEncoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
 
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
 
 class Preparer:
     """Reads jobs for one model. A pure function of the job; safe on several threads.
 
     Args:
         model: the name that answers carry.
-        default_temperature: used when a request names none.
+        forms: reads and bounds the form of answers; None where a model's answers are plain text.
+        defaults: what a request gets that does not say.
         allowed_callbacks: names that a job may have called at its end.
     """
 
@@ -63,13 +102,15 @@ class Preparer:
         limits: Limits,
         *,
         model: str,
-        default_temperature: float = 1.0,
+        forms: AnswerForms | None = None,
+        defaults: SamplingDefaults | None = None,
         allowed_callbacks: frozenset[str] = frozenset(),
     ) -> None:
         self._encoder = encoder
         self._limits = limits
         self._model = model
-        self._default_temperature = default_temperature
+        self._forms = forms or AnswerForms()
+        self._defaults = defaults or SamplingDefaults()
         self._allowed_callbacks = allowed_callbacks
 
     def prepare(self, claimed: Claimed) -> PreparedRequest:
@@ -82,17 +123,28 @@ class Preparer:
         call = decode_call(claimed.fields.get("data", b""))
         endpoint, body = _endpoint_and_body(call)
         request = parse_request(endpoint, body, is_clean=True)
-        prompt_ids = self._encode(request)
+        if isinstance(request, ChatRequest):
+            rendered = self._render(request)
+            prompts: tuple[Prompt, ...] = (
+                self._prompt(request, self._encoder.encode_chat(rendered)),
+            )
+            form = self._forms.of_chat(request, rendered, job_id=claimed.job_id)
+        else:
+            prompts = tuple(self._text_prompt(request, prompt) for prompt in request.prompts)
+            form = self._forms.of_text(request)
         return PreparedRequest(
             claimed=claimed,
             endpoint=endpoint,
             model=self._model,
-            prompt_ids=tuple(prompt_ids),
-            token_limit=self._token_limit(request, len(prompt_ids)),
-            sampling=self._sampling(request, claimed),
+            prompts=prompts,
+            samplings=self._samplings(request, claimed, request.n * len(prompts)),
             stop_strings=request.stop_strings,
+            stop_ids=self._stop_ids(request),
             stream=bool(request.stream) or claimed.text("qsvc_stream") == "1",
             encoding=call.encoding,
+            rules=self._rules(request),
+            form=form,
+            num_top_logprobs=request.num_top_logprobs,
         )
 
     def _check_followers(self, claimed: Claimed) -> None:
@@ -108,26 +160,48 @@ class Preparer:
         if claimed.text("webhooks") not in (None, "[]"):
             raise RequestError("webhooks are not supported", code="webhook_not_allowed")
 
-    def _encode(self, request: ChatRequest | CompletionRequest) -> list[int]:
-        if isinstance(request, ChatRequest):
-            rendered = self._encoder.render_chat(request.template_messages())
-            ids = self._encoder.encode_chat(rendered)
-        elif isinstance(request.prompt, str):
-            ids = self._encoder.encode(request.prompt, add_special_tokens=True)
+    def _render(self, request: ChatRequest) -> str:
+        kwargs: dict[str, Any] = dict(request.chat_template_kwargs)
+        if request.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+            kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
+        if request.tools and request.tool_choice.mode is not ToolChoiceMode.NONE:
+            kwargs["tools"] = request.tools_for_template()
+        return self._encoder.render_chat(
+            request.template_messages(),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **kwargs,
+        )
+
+    def _text_prompt(self, request: CompletionRequest, prompt: str | tuple[int, ...]) -> Prompt:
+        if isinstance(prompt, str):
+            ids = self._encoder.encode(prompt, add_special_tokens=True)
         else:
-            ids = list(request.prompt)
-            wrong = [i for i in ids if not 0 <= i < self._limits.vocabulary_size]
-            if wrong:
-                raise RequestError(
-                    f"prompt holds token id {wrong[0]}, but the model's vocabulary has "
-                    f"{self._limits.vocabulary_size} ids",
-                    param="prompt",
-                )
+            ids = list(prompt)
+            self._check_ids(ids, "prompt")
+        echo = ""
+        if request.echo:
+            if request.num_top_logprobs is not None:
+                raise RequestError("'echo' and 'logprobs' together are not supported", param="echo")
+            echo = prompt if isinstance(prompt, str) else self._encoder.decode(prompt)
+        return self._prompt(request, ids, echo=echo)
+
+    def _prompt(self, request: Request, ids: Sequence[int], *, echo: str = "") -> Prompt:
         if not ids:
             raise RequestError("the prompt is empty", param="prompt")
-        return ids
+        return Prompt(tuple(ids), self._token_limit(request, len(ids)), echo)
 
-    def _token_limit(self, request: ChatRequest | CompletionRequest, num_prompt: int) -> int:
+    def _check_ids(self, ids: Iterable[int], field: str) -> None:
+        size = self._limits.vocabulary_size
+        wrong = next((i for i in ids if not 0 <= i < size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"{field} holds token id {wrong}, but the model's vocabulary has {size} ids",
+                param=field,
+            )
+
+    def _token_limit(self, request: Request, num_prompt: int) -> int:
         room = self._limits.context_tokens - num_prompt
         if room < 1:
             raise RequestError(
@@ -139,12 +213,42 @@ class Preparer:
         wanted = request.token_limit or self._limits.default_tokens or room
         return min(wanted, room, self._limits.ceiling_tokens or room)
 
-    def _sampling(self, request: ChatRequest | CompletionRequest, claimed: Claimed) -> SamplingPlan:
+    def _stop_ids(self, request: Request) -> frozenset[int]:
+        self._check_ids(request.stop_token_ids, "stop_token_ids")
+        own = frozenset() if request.ignore_eos else self._limits.eos_token_ids
+        return own | frozenset(request.stop_token_ids)
+
+    def _rules(self, request: Request) -> LogitRules:
+        self._check_ids((token_id for token_id, _ in request.logit_bias), "logit_bias")
+        return LogitRules(
+            bias=request.logit_bias,
+            repetition_penalty=_given(
+                request.repetition_penalty, self._defaults.repetition_penalty
+            ),
+            frequency_penalty=_given(request.frequency_penalty, 0.0),
+            presence_penalty=_given(request.presence_penalty, 0.0),
+            min_tokens=_given(request.min_tokens, 0),
+        )
+
+    def _samplings(
+        self, request: Request, claimed: Claimed, num_choices: int
+    ) -> tuple[SamplingPlan, ...]:
+        """Return a plan for each choice; the seed of a choice is the request's plus its index."""
         generation = claimed.number("qsvc_generation") or 0
-        return SamplingPlan(
-            temperature=_given(request.temperature, self._default_temperature),
-            top_p=_given(request.top_p, 1.0),
-            seed=_given(request.seed, default_seed(claimed.job_id, generation, 0)),
+        defaults = self._defaults
+        return tuple(
+            SamplingPlan(
+                temperature=_given(request.temperature, defaults.temperature),
+                top_p=_given(request.top_p, defaults.top_p),
+                top_k=_given(request.top_k, defaults.top_k),
+                min_p=_given(request.min_p, defaults.min_p),
+                xtc_probability=_given(request.xtc_probability, 0.0),
+                xtc_threshold=_given(request.xtc_threshold, 0.1),
+                seed=default_seed(claimed.job_id, generation, choice)
+                if request.seed is None
+                else request.seed + choice,
+            )
+            for choice in range(num_choices)
         )
 
 

@@ -12,12 +12,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from redis.exceptions import RedisError
 
 from queue_service.broker import Broker, Publication
+from workers.answer_forms import Piece, PieceKind
 from workers.requests import Generated, PreparedRequest, Refused, Result
 
 logger = logging.getLogger(__name__)
@@ -27,16 +29,48 @@ KEEP_SECONDS = 86_400
 
 
 @dataclass(slots=True)
+class _Text:
+    """Neighbouring pieces of one choice and kind, and the index of the token that they begin at."""
+
+    choice: int
+    kind: PieceKind
+    first_token: int
+    text: str
+
+    def entry(self, attempt: int) -> list[str]:
+        """Return the stream entry; the first choice and plain text are left out."""
+        entry = ["i", str(self.first_token), "a", str(attempt)]
+        if self.choice:
+            entry += ["c", str(self.choice)]
+        if self.kind is not PieceKind.TEXT:
+            entry += ["k", self.kind.value]
+        return [*entry, "t", self.text]
+
+
+def _append(texts: list[_Text], piece: Piece, choice: int, first_token: int) -> None:
+    if texts and (texts[-1].choice, texts[-1].kind) == (choice, piece.kind):
+        texts[-1].text += piece.text
+    else:
+        texts.append(_Text(choice, piece.kind, first_token, piece.text))
+
+
+@dataclass(slots=True)
 class _Channel:
-    """What one row has produced and how much of it was written."""
+    """What one request has produced and how much of it was written.
+
+    Attributes:
+        unwritten: what no stream entry holds yet.
+        everything: all there is, for one who begins to watch.
+        written_tokens: of each choice, the tokens whose text was taken for a stream entry.
+    """
 
     request: PreparedRequest
     streaming: bool
     next_progress: float
-    text: str = ""
-    all_text: str = ""
-    num_tokens: int = 0
-    streamed_tokens: int = 0
+    unwritten: list[_Text] = field(default_factory=list)
+    everything: list[_Text] = field(default_factory=list)
+    num_tokens: Counter[int] = field(default_factory=Counter)
+    written_tokens: Counter[int] = field(default_factory=Counter)
     unsaved_ids: array.array[int] = field(default_factory=lambda: array.array("I"))
     has_header: bool = False
     number: int = 0
@@ -100,28 +134,34 @@ class Publisher:
         with self._lock:
             self._channels[request.execution_id] = channel
 
-    def advance(self, execution_id: str, token_id: int, text: str) -> None:
-        """A row generated a token; the text is what became certain with it, perhaps empty."""
+    def advance(
+        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+    ) -> None:
+        """A choice has one token more, or none if the id is negative; the pieces became certain.
+
+        The tokens of the first choice are kept as its progress.
+        """
         with self._lock:
             channel = self._channels.get(execution_id)
             if channel is None:
                 return
-            is_first = not channel.all_text
-            channel.unsaved_ids.append(token_id)
-            channel.num_tokens += 1
-            channel.text += text
-            channel.all_text += text
-        if is_first and text and channel.streaming:
+            is_first = not channel.everything
+            if token_id >= 0:
+                channel.num_tokens[choice] += 1
+                if choice == 0:
+                    channel.unsaved_ids.append(token_id)
+            for piece in pieces:
+                _append(channel.unwritten, piece, choice, channel.written_tokens[choice])
+                _append(channel.everything, piece, choice, 0)
+        if is_first and pieces and channel.streaming:
             self._wake.set()
 
-    def end(self, generated: Generated, last_text: str) -> None:
-        """A row came to its end; the text is what had been held back."""
+    def end(self, generated: Generated) -> None:
+        """Every choice of a request came to its end."""
         with self._lock:
             channel = self._channels.get(generated.request.execution_id)
             if channel is None:
                 return
-            channel.text += last_text
-            channel.num_tokens = generated.completion_tokens
             streaming = channel.streaming
             if streaming:
                 channel.ended = generated
@@ -153,7 +193,9 @@ class Publisher:
                 channel = self._channels.get(execution_id)
                 if channel is not None and not channel.streaming:
                     channel.streaming = True
-                    channel.text, channel.streamed_tokens = channel.all_text, 0
+                    channel.unwritten = [
+                        replace(text, first_token=0) for text in channel.everything
+                    ]
         self._wake.set()
 
     def is_streaming(self, execution_id: str) -> bool:
@@ -207,12 +249,12 @@ class Publisher:
     def _collect(self, channel: _Channel, now: float) -> Publication | None:
         if channel.in_flight is not None:
             return channel.in_flight
-        entries = []
-        if channel.streaming and channel.text:
-            attempt = str(channel.request.claimed.attempt)
-            start = str(channel.streamed_tokens)
-            entries.append(["i", start, "a", attempt, "t", channel.text])
-            channel.text, channel.streamed_tokens = "", channel.num_tokens
+        entries: list[list[str]] = []
+        if channel.streaming and channel.unwritten:
+            attempt = channel.request.claimed.attempt
+            entries = [text.entry(attempt) for text in channel.unwritten]
+            channel.unwritten = []
+            channel.written_tokens = channel.num_tokens.copy()
         progress: list[bytes] = []
         is_due = now >= channel.next_progress
         if channel.unsaved_ids and channel.ended is None and (entries or is_due):
@@ -228,7 +270,7 @@ class Publisher:
     def _take_progress(channel: _Channel) -> list[bytes]:
         elements = []
         if not channel.has_header:
-            header = {"seed": channel.request.sampling.seed, "v": 1}
+            header = {"seed": channel.request.samplings[0].seed, "v": 1}
             elements.append(json.dumps(header).encode())
             channel.has_header = True
         ids = channel.unsaved_ids
@@ -254,7 +296,7 @@ class Publisher:
             done = [
                 channel.ended
                 for channel in self._channels.values()
-                if channel.ended is not None and not channel.text and channel.in_flight is None
+                if channel.ended is not None and not channel.unwritten and channel.in_flight is None
             ]
             for generated in done:
                 del self._channels[generated.request.execution_id]

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from queue_service.broker import Claimed
 from queue_service.payload import Encoding
 from queue_service.requests import Endpoint
-from queue_service.responses import FinishReason
+from queue_service.responses import Choice
+from workers.answer_forms import PLAIN_TEXT, AnswerForm
+from workers.engine import NO_RULES, LogitRules, RowRequest
 from workers.sampling import SamplingPlan
+from workers.text import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request.
+
+    Attributes:
+        ids: token ids, at least one, all inside the vocabulary.
+        token_limit: the most tokens of one answer to it, at least 1.
+        echo: text that every answer begins with.
+    """
+
+    ids: tuple[int, ...]
+    token_limit: int
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,37 +36,81 @@ class PreparedRequest:
 
     Attributes:
         model: the name the answer carries.
-        prompt_ids: token ids, at least one, all inside the vocabulary.
-        token_limit: the most tokens to generate, at least 1.
+        prompts: at least one; a chat has one.
+        samplings: how each choice is drawn: the first prompt's choices, then the next one's.
         stop_strings: none of them empty.
+        stop_ids: tokens that end a choice.
         stream: the text is wanted in the job's stream as it comes.
         encoding: how the job was serialized, and so how its result is.
+        rules: what logits go through before a token is drawn.
+        form: what the answers consist of, and what their tokens must follow.
+        num_top_logprobs: log-probabilities wanted beside each token's own; None for none at all.
     """
 
     claimed: Claimed
     endpoint: Endpoint
     model: str
-    prompt_ids: tuple[int, ...]
-    token_limit: int
-    sampling: SamplingPlan
+    prompts: tuple[Prompt, ...]
+    samplings: tuple[SamplingPlan, ...]
     stop_strings: tuple[str, ...]
+    stop_ids: frozenset[int]
     stream: bool
     encoding: Encoding
+    rules: LogitRules = NO_RULES
+    form: AnswerForm = PLAIN_TEXT
+    num_top_logprobs: int | None = None
 
     @property
     def execution_id(self) -> str:
-        """The execution that runs this request; the key of its row everywhere."""
+        """The execution that runs this request; its key everywhere."""
         return self.claimed.execution_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Answers to each prompt."""
+        return len(self.samplings) // len(self.prompts)
+
+    def prompt_of(self, choice: int) -> Prompt:
+        """Return the prompt that a choice answers."""
+        return self.prompts[choice // self.choices_per_prompt]
+
+    def rows(self, decoder: Decoder) -> list[RowRequest]:
+        """Return a row for each choice, in their order; a prompt is prefilled for its first."""
+        rows = []
+        for choice, sampling in enumerate(self.samplings):
+            prompt = self.prompt_of(choice)
+            first = choice - choice % self.choices_per_prompt
+            rows.append(
+                RowRequest(
+                    row_id=self.row_id(choice),
+                    prompt_ids=prompt.ids,
+                    token_limit=prompt.token_limit,
+                    sampling=sampling,
+                    stop_ids=self.stop_ids,
+                    rules=self.rules,
+                    matcher=self.form.matcher(decoder),
+                    num_top_logprobs=self.num_top_logprobs,
+                    prompt_of=self.row_id(first) if choice != first else None,
+                )
+            )
+        return rows
+
+    def row_id(self, choice: int) -> str:
+        """Return the engine's key of a choice."""
+        return f"{self.execution_id}/{choice}"
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A generation that came to its end."""
+    """A generation that came to its end: every choice has."""
 
     request: PreparedRequest
-    text: str
-    finish_reason: FinishReason
-    completion_tokens: int
+    choices: Sequence[Choice]
     cached_tokens: int = 0
 
     @property

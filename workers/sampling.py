@@ -27,20 +27,32 @@ class SamplingPlan:
         top_p: keep the smallest set of likeliest tokens that holds this share of the probability,
             at least one token; 1 keeps all.
         seed: any integer; see `sampling_key`.
+        top_k: keep so many of the likeliest tokens; 0 keeps all.
+        min_p: keep the tokens that are at least this share as likely as the likeliest.
+        xtc_probability: how often a token is drawn with the top choices excluded: all that are at
+            least ``xtc_threshold`` likely but the least likely of them.
+        xtc_threshold: see there.
 
     Raises:
-        ValueError: temperature is negative or not finite, or top_p is outside 0-1.
+        ValueError: a number is outside its range.
     """
 
     temperature: float
     top_p: float
     seed: int
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p must be between 0 and 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 or more, not {self.top_k}")
+        for name in ("top_p", "min_p", "xtc_probability", "xtc_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
 
     @property
     def is_greedy(self) -> bool:

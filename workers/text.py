@@ -6,6 +6,7 @@ the text at a stop string, and `TextPipeline` joins them and says why generation
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
@@ -42,6 +43,7 @@ class TextPipeline:
         eos_token_ids: ids that end the text, without a text of their own.
         stop_strings: text that ends the text and is no part of it; see `StopMatcher`.
         token_limit: completion tokens after which generation ends, at least 1.
+        skip_special_tokens: leave them out of the text.
 
     Attributes:
         finish_reason: None while generation goes on. A stop at the limit is a stop.
@@ -59,6 +61,7 @@ class TextPipeline:
         eos_token_ids: frozenset[int],
         stop_strings: tuple[str, ...],
         token_limit: int,
+        skip_special_tokens: bool = True,
     ) -> None:
         if token_limit < 1:
             raise ValueError(f"token_limit must be at least 1, not {token_limit}")
@@ -66,10 +69,15 @@ class TextPipeline:
         self.num_tokens = 0
         self._eos_token_ids = eos_token_ids
         self._token_limit = token_limit
-        self._detokenizer = IncrementalDetokenizer(decoder)
+        self._detokenizer = IncrementalDetokenizer(decoder, skip_special_tokens=skip_special_tokens)
         self._stops = StopMatcher(stop_strings)
         self._chunks: list[str] = []
         self._is_flushed = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text ended where the model did not end it: at its limit or a stop string."""
+        return self.finish_reason is FinishReason.LENGTH or self._stops.matched is not None
 
     @property
     def text(self) -> str:
@@ -127,11 +135,11 @@ class IncrementalDetokenizer:
     emits broken bytes for ever costs a constant time and delay per token.
 
     With a byte-level tokenizer the chunks joined are exactly ``decoder.decode(ids)``. With another
-    one this holds for ids that decode without U+FFFD. Special tokens are left out.
+    one this holds for ids that decode without U+FFFD. Special tokens are left out unless asked.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
+        self._decode = functools.partial(decoder.decode, skip_special_tokens=skip_special_tokens)
         self._window: list[int] = []
         self._num_context_tokens = 0
         self._window_text = ""
@@ -140,7 +148,7 @@ class IncrementalDetokenizer:
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that became certain with it, "" if none."""
         self._window.append(token_id)
-        text = self._decoder.decode(self._window)
+        text = self._decode(self._window)
         if text == self._window_text and self._is_silent(token_id):
             self._window.pop()
             return ""
@@ -165,13 +173,13 @@ class IncrementalDetokenizer:
     def _is_silent(self, token_id: int) -> bool:
         # Twice, because a lone word-start token of a SentencePiece model decodes to "" at the
         # start of a text, but not the second one.
-        return not self._decoder.decode((token_id, token_id))
+        return not self._decode((token_id, token_id))
 
     def _cut(self, num_tokens: int) -> None:
         """Drop the window's first tokens. What was held back stays the end of its text."""
         num_held = len(self._window_text) - self._num_emitted
         del self._window[:num_tokens]
-        self._window_text = self._decoder.decode(self._window)
+        self._window_text = self._decode(self._window)
         self._num_emitted = max(0, len(self._window_text) - num_held)
 
 

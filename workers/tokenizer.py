@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,25 @@ _TEMPLATE_FAILURES = (
 )
 
 
+# How SentencePiece writes the space before a word, and a byte that has no token of its own.
+_WORD_START = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_characters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 characters stand for their own byte, the other bytes for the characters from
+    256 on, in order. Source: Radford et al., GPT-2's encoder, 2019.
+    """
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in own)
+    return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_level_characters()
+
+
 class Tokenizer:
     """A Hugging Face tokenizer, narrowed to what serving needs; safe to share between threads.
 
@@ -65,6 +85,8 @@ class Tokenizer:
         self.bos_token_id: int | None = hf.bos_token_id
         self.eos_token_ids: frozenset[int] = frozenset((*eos_token_ids, *own_eos))
         self.vocab_size: int = len(hf)
+        self._added_ids = frozenset(hf.added_tokens_decoder)
+        self._is_byte_level = "ByteLevel" in repr(getattr(hf.backend_tokenizer, "decoder", None))
         # The first call switches off the truncation and padding that a tokenizer.json may bring.
         # That changes the Rust object, for which some versions must have it alone ("Already
         # borrowed" in another thread); every later call only reads it.
@@ -100,6 +122,26 @@ class Tokenizer:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for; those of all tokens joined are the text's.
+
+        A token of its own meaning, such as an end of sequence, stands for its name; an id without
+        a token for nothing.
+        """
+        token = self._hf.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):
+            return b""
+        if token_id in self._added_ids:
+            return token.encode("utf-8", "replace")
+        if self._is_byte_level:
+            known = _BYTE_OF_CHARACTER
+            return b"".join(
+                bytes([known[c]]) if c in known else c.encode("utf-8", "replace") for c in token
+            )
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(byte[1], 16)])
+        return token.replace(_WORD_START, " ").encode("utf-8", "replace")
 
     def render_chat(
         self,

@@ -21,8 +21,7 @@ from queue_service.broker import Beat, Broker, Claimed, Outcome, Publication
 from queue_service.settings import WorkerSettings
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import ServedModel, run_child
-from workers.engine import Token
-from workers.requests import PreparedRequest
+from workers.engine import Failed, RowRequest, Token
 
 
 class Point(StrEnum):
@@ -107,11 +106,11 @@ class MortalEngine(FakeEngine):
         super().__init__(**options)
         self._fuse = fuse
 
-    def add(self, requests: Iterable[PreparedRequest]) -> None:
+    def add(self, requests: Iterable[RowRequest]) -> None:
         super().add(requests)
         self._fuse.reach(Point.MID_PREFILL)
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[Token | Failed]:
         tokens = super().step()
         self._fuse.reach(Point.MID_DECODE)
         return tokens

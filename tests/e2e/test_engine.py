@@ -8,14 +8,12 @@ import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
 
-from tests.harness import make_claimed, make_request
 from workers.batch_engine import BatchEngine
-from workers.engine import Token
+from workers.engine import RowRequest, Token
 from workers.model_info import DEMO_MODEL
 from workers.models import LoadedModel, load_model
 from workers.pace import PrefillPace
 from workers.packed import PackedRunner
-from workers.requests import PreparedRequest
 from workers.sampling import SamplingPlan
 from workers.scheduler import Policy
 
@@ -65,7 +63,7 @@ class Bench:
     def step(self) -> None:
         for event in self.engine.step():
             assert isinstance(event, Token)
-            self.tokens.setdefault(event.execution_id, []).append(event.token_id)
+            self.tokens.setdefault(event.row_id, []).append(event.token_id)
 
     def step_until_tokens(self, name: str, count: int) -> None:
         while len(self.tokens.get(name, [])) < count:
@@ -76,15 +74,16 @@ class Bench:
             self.step()
         return self.tokens
 
-    def _request(self, name: str, plan: SamplingPlan, limit: int) -> PreparedRequest:
+    def _request(self, name: str, plan: SamplingPlan, limit: int) -> RowRequest:
         tokenizer = self._loaded.tokenizer
         prompt = PROMPTS.get(name, name)
         rendered = tokenizer.render_chat([{"role": "user", "content": prompt}])
-        return make_request(
-            claimed=make_claimed(job_id=name, execution_id=name),
+        return RowRequest(
+            row_id=name,
             prompt_ids=tuple(tokenizer.encode_chat(rendered)),
             token_limit=limit,
             sampling=plan,
+            stop_ids=self._loaded.info.eos_token_ids,
         )
 
 

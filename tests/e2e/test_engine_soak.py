@@ -87,7 +87,7 @@ def test_a_soak_keeps_the_budget_and_every_token() -> None:
             plan = NOISY if is_noisy else GREEDY
             num_added += 1
             kinds[name] = (kind, length, limit, is_noisy)
-            bench.add(request(kind, execution_id=name, length=length, limit=limit, plan=plan))
+            bench.add(request(kind, row_id=name, length=length, limit=limit, plan=plan))
         if source.random() < 0.02 and bench.engine.num_rows:
             victim = source.choice(sorted(kinds))
             bench.engine.remove([victim])

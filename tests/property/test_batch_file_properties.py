@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from queue_service.batch_file import BatchLine, read_lines
 from queue_service.errors import LineError, RequestError
-from queue_service.requests import Endpoint, Request, parse_request, replace_surrogates
+from queue_service.json_text import replace_surrogates
+from queue_service.requests import Endpoint, Request, parse_request
 
 MAX_LINE_BYTES = 400
 

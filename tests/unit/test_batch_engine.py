@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +29,7 @@ from tests.engine_bench import (
     request,
     tiny_model,
 )
-from workers.engine import Failed
+from workers.engine import Failed, LogitRules
 from workers.errors import InsufficientMemory, InvalidLogits, TransientError
 from workers.memory import MemoryGuard
 from workers.packed import PackedRunner
@@ -260,3 +263,181 @@ def test_events_of_refused_rows_come_without_any_other_work() -> None:
     [event] = bench.engine.step()
     assert isinstance(event, Failed)
     assert not bench.engine.has_work
+
+
+# --- what a row may ask for ---
+
+
+def first_logits(prompt: Sequence[int]) -> mx.array:
+    model: Any = tiny_model()
+    logits: mx.array = model(mx.array([list(prompt)]))[0, -1]
+    return logits
+
+
+def test_bias_forbids_and_forces_tokens_of_its_own_row_only() -> None:
+    plain = request("plain", limit=8)
+    favourite = alone("plain", 9, 8, GREEDY)[0]
+    bench = Bench()
+    bench.add(
+        plain,
+        request(
+            "without", tokens=plain.prompt_ids, limit=8, rules=LogitRules(((favourite, -100),))
+        ),
+        request("forced", tokens=plain.prompt_ids, limit=8, rules=LogitRules(((77, 100.0),))),
+    )
+    bench.run()
+    assert bench.tokens["plain"] == alone("plain", 9, 8, GREEDY)
+    assert favourite not in bench.tokens["without"]
+    assert bench.tokens["forced"] == [77] * 8
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        LogitRules(repetition_penalty=9.0),
+        LogitRules(frequency_penalty=20.0),
+        LogitRules(presence_penalty=50.0, bias=((5, 1.0),)),
+    ],
+)
+def test_penalties_follow_the_whole_history(rules: LogitRules) -> None:
+    """Against a loop of their definitions over mlx-lm's own logits."""
+    made = request("a", length=40, limit=12, rules=rules)
+    bench = Bench()
+    bench.add(request("neighbour", length=70, limit=12), made, request("last", limit=12))
+    bench.run()
+    tokens = list(made.prompt_ids)
+    for token in bench.tokens["a"]:
+        logits = np.array(first_logits(tokens))
+        answer = Counter(tokens[len(made.prompt_ids) :])
+        for seen in set(tokens):
+            value = logits[seen]
+            factor = rules.repetition_penalty
+            logits[seen] = value / factor if value > 0 else value * factor
+            if answer[seen]:
+                logits[seen] -= rules.frequency_penalty * answer[seen] + rules.presence_penalty
+        for biased, value in rules.bias:
+            logits[biased] += value
+        assert token == int(np.argmax(logits))
+        tokens.append(token)
+    assert bench.tokens["a"] != alone("a", 40, 12, GREEDY)
+
+
+def test_no_stop_token_is_drawn_before_the_least_number_of_tokens() -> None:
+    always_eos = ((EOS, 100.0),)
+    bench = Bench()
+    bench.add(
+        request("at once", limit=9, rules=LogitRules(always_eos)),
+        request("later", limit=9, rules=LogitRules(always_eos, min_tokens=5)),
+    )
+    bench.run()
+    assert bench.tokens["at once"] == [EOS]
+    assert len(bench.tokens["later"]) == 6
+    assert bench.tokens["later"].index(EOS) == 5
+
+
+def test_log_probabilities_are_those_of_the_model_at_each_place() -> None:
+    asked = request("asked", length=30, limit=10, plan=NOISY, num_top_logprobs=3)
+    bare = request("bare", length=50, limit=10, num_top_logprobs=0)
+    bench = Bench()
+    bench.add(asked, request("silent", length=20, limit=10), bare)
+    bench.run()
+    assert "silent" not in bench.logprobs
+    assert all(not found.top for found in bench.logprobs["bare"])
+    tokens = list(asked.prompt_ids)
+    for token, found in zip(bench.tokens["asked"], bench.logprobs["asked"], strict=True):
+        logits = first_logits(tokens)
+        expected_logprobs = np.array(logits - mx.logsumexp(logits))
+        assert found.logprob == pytest.approx(float(expected_logprobs[token]), abs=1e-4)
+        best = np.argsort(-expected_logprobs)[:3]
+        assert [i for i, _ in found.top] == best.tolist()
+        assert [v for _, v in found.top] == pytest.approx(expected_logprobs[best], abs=1e-4)
+        tokens.append(token)
+
+
+class Alternating:
+    """Allows even ids, then odd ones, and so on; notes what it was told."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def fill(self, mask_row: npt.NDArray[np.uint32]) -> None:
+        mask_row[:] = 0xAAAAAAAA if len(self.accepted) % 2 else 0x55555555
+
+    def accept(self, token_id: int) -> None:
+        if token_id % 2 != len(self.accepted) % 2:
+            raise ValueError(f"token {token_id} is not allowed here")
+        self.accepted.append(token_id)
+
+
+def test_a_matcher_decides_its_rows_tokens_and_no_others() -> None:
+    matcher = Alternating()
+    plain = request("plain", length=25, limit=20)
+    bench = Bench(chunk=64)
+    bench.add(
+        request("matched", length=40, limit=20, matcher=matcher, plan=NOISY, tokens=None), plain
+    )
+    bench.run()
+    tokens = bench.tokens["matched"]
+    assert [token % 2 for token in tokens if token != EOS] == [i % 2 for i in range(len(tokens))][
+        : len([t for t in tokens if t != EOS])
+    ]
+    assert matcher.accepted == [token for token in tokens if token != EOS]
+    assert bench.tokens["plain"] == alone("plain", 25, 20, GREEDY)
+
+
+def test_a_matcher_that_raises_ends_its_row_alone() -> None:
+    class Broken(Alternating):
+        def fill(self, mask_row: npt.NDArray[np.uint32]) -> None:
+            if len(self.accepted) == 3:
+                raise ValueError("lost its way")
+            super().fill(mask_row)
+
+    plain = request("plain", limit=20)
+    bench = Bench()
+    bench.add(plain, request("broken", limit=20, matcher=Broken()))
+    bench.run()
+    assert str(bench.failed["broken"]) == "lost its way"
+    assert len(bench.tokens["broken"]) == 3
+    assert bench.tokens["plain"] == alone("plain", 9, 20, GREEDY)
+
+
+def test_rows_with_one_prompt_prefill_it_once() -> None:
+    leader = request("a", length=100, limit=10, plan=SamplingPlan(1.0, 1.0, 1))
+    others = [
+        request(
+            "a",
+            row_id=f"a/{seed}",
+            length=100,
+            limit=10,
+            plan=SamplingPlan(1.0, 1.0, seed),
+            prompt_of="a",
+        )
+        for seed in (2, 3, 4)
+    ]
+    bench = Bench()
+    fed = 0
+    prefill = bench.runner.prefill
+
+    def counted(chunks: Sequence[PromptChunk]) -> list[mx.array]:
+        nonlocal fed
+        fed += sum(len(chunk.tokens) for chunk in chunks)
+        return prefill(chunks)
+
+    bench.runner.prefill = counted  # type: ignore[method-assign]
+    bench.add(leader, *others)
+    bench.run()
+    assert fed == 99
+    for one in (leader, *others):
+        assert bench.tokens[one.row_id] == alone("a", 100, 10, one.sampling)
+
+
+def test_rows_that_wait_for_a_prompt_go_on_without_the_one_that_computes_it() -> None:
+    leader = request("a", length=100, limit=10)
+    others = [request("a", row_id=f"a/{i}", length=100, limit=10, prompt_of="a") for i in range(3)]
+    bench = Bench()
+    bench.add(leader, *others)
+    bench.step()
+    bench.engine.remove(["a"])
+    bench.run()
+    assert {one.row_id for one in others} == set(bench.tokens)
+    assert all(tokens == alone("a", 100, 10, GREEDY) for tokens in bench.tokens.values())

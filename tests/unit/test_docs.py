@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.main import COMMANDS
+from queue_service.requests import FIELD_USES, Endpoint
 from queue_service.scripts import Scripts
 
 ROOT = Path(__file__).parents[2]
@@ -52,3 +53,29 @@ def test_files_that_a_document_names_exist(document: str) -> None:
     names = re.findall(r"`((?:queue_service|workers|cli|scripts|tests)/[\w./]*\w)`", read(document))
     assert names
     assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "heading"), [(Endpoint.CHAT, "Chat"), (Endpoint.COMPLETIONS, "Completions")]
+)
+def test_the_document_of_requests_tells_the_use_of_every_field(
+    endpoint: Endpoint, heading: str
+) -> None:
+    sections = re.split(r"^## (.+)$", read("docs/requests.md"), flags=re.MULTILINE)
+    rows: list[tuple[str, str]] = []
+    for name, text in zip(sections[1::2], sections[2::2], strict=True):
+        if name in ("Both endpoints", heading):
+            rows += re.findall(r"^\| `(\w+)` \| (\w+) \|", text, flags=re.MULTILINE)
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == FIELD_USES[endpoint]
+
+
+def test_every_field_in_the_document_of_requests_names_a_test_that_exists() -> None:
+    text = read("docs/requests.md")
+    tests = re.findall(r"`(\w+\.py)::(test_\w+)`", text)
+    assert len(tests) >= len(re.findall(r"^\| `", text, flags=re.MULTILINE))
+    assert [
+        f"{file}::{test}"
+        for file, test in tests
+        if f"def {test}(" not in read(f"tests/unit/{file}")
+    ] == []

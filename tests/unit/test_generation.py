@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import pytest
@@ -10,8 +10,10 @@ import pytest
 from queue_service.responses import FinishReason
 from tests.fakes import FakeEngine, fake_parts
 from tests.harness import LONG_TEXT, eventually, make_claimed, make_request
+from workers.answer import text_of
+from workers.answer_forms import Piece
 from workers.errors import TransientError
-from workers.generation import EngineParts, GenerationThread
+from workers.generation import NO_TOKEN, EngineParts, GenerationThread
 from workers.requests import Generated, PreparedRequest
 from workers.text import TextPipeline
 
@@ -32,12 +34,15 @@ class RecordingSink:
         self.texts[request.execution_id] = ""
         self.token_ids[request.execution_id] = []
 
-    def advance(self, execution_id: str, token_id: int, text: str) -> None:
-        self.texts[execution_id] += text
-        self.token_ids[execution_id].append(token_id)
+    def advance(
+        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+    ) -> None:
+        name = execution_id if choice == 0 else f"{execution_id}/{choice}"
+        self.texts[name] = self.texts.get(name, "") + text_of(pieces)
+        if token_id != NO_TOKEN:
+            self.token_ids.setdefault(name, []).append(token_id)
 
-    def end(self, generated: Generated, last_text: str) -> None:
-        self.texts[generated.request.execution_id] += last_text
+    def end(self, generated: Generated) -> None:
         self.ended[generated.request.execution_id] = generated
 
     def fail(self, execution_id: str, error: Exception) -> None:
@@ -96,8 +101,11 @@ def bench(make_bench: Callable[[int], Bench]) -> Bench:
 def test_a_row_is_its_tokens_and_its_text(bench: Bench) -> None:
     bench.submit("a", "grüße")
     generated = bench.wait_for_end("a")
-    assert (generated.text, generated.finish_reason) == ("grüße", FinishReason.STOP)
-    assert generated.completion_tokens == len("grüße".encode())
+    assert (generated.choices[0].text, generated.choices[0].finish_reason) == (
+        "grüße",
+        FinishReason.STOP,
+    )
+    assert generated.choices[0].completion_tokens == len("grüße".encode())
     assert bench.sink.token_ids["a"] == list("grüße".encode())
     assert bench.sink.texts["a"] == "grüße"
 
@@ -118,7 +126,7 @@ def test_rows_beyond_the_limit_wait_for_their_turn(make_bench: Callable[[int], B
     for name in names:
         bench.submit(name, "some text")
     for name in names:
-        assert bench.wait_for_end(name).text == "some text"
+        assert bench.wait_for_end(name).choices[0].text == "some text"
     assert bench.sink.begun == names
     assert max(bench.engine.batch_sizes) == 2
     assert bench.thread.num_rows == 0
@@ -129,24 +137,30 @@ def test_a_stop_string_ends_a_row_and_frees_it(make_bench: Callable[[int], Bench
     bench.submit("a", f"hello STOP {LONG_TEXT}", stop_strings=("STOP",))
     bench.submit("b", "next")
     generated = bench.wait_for_end("a")
-    assert (generated.text, generated.finish_reason) == ("hello ", FinishReason.STOP)
-    assert generated.completion_tokens == len("hello STOP")
+    assert (generated.choices[0].text, generated.choices[0].finish_reason) == (
+        "hello ",
+        FinishReason.STOP,
+    )
+    assert generated.choices[0].completion_tokens == len("hello STOP")
     assert bench.sink.texts["a"] == "hello "
-    assert bench.wait_for_end("b").text == "next"
+    assert bench.wait_for_end("b").choices[0].text == "next"
     assert set(bench.engine.batch_sizes) == {1}
 
 
 def test_text_held_back_for_a_stop_string_comes_with_the_end(bench: Bench) -> None:
     bench.submit("a", "abcST", stop_strings=("STOP",))
-    assert bench.wait_for_end("a").text == "abcST"
+    assert bench.wait_for_end("a").choices[0].text == "abcST"
     assert bench.sink.texts["a"] == "abcST"
 
 
 def test_the_token_limit_ends_a_row(bench: Bench) -> None:
     bench.submit("a", "abcdef", token_limit=3)
     generated = bench.wait_for_end("a")
-    assert (generated.text, generated.finish_reason) == ("abc", FinishReason.LENGTH)
-    assert generated.completion_tokens == 3
+    assert (generated.choices[0].text, generated.choices[0].finish_reason) == (
+        "abc",
+        FinishReason.LENGTH,
+    )
+    assert generated.choices[0].completion_tokens == 3
 
 
 def test_a_cancelled_running_row_is_dropped_and_its_neighbour_goes_on(bench: Bench) -> None:
@@ -156,7 +170,7 @@ def test_a_cancelled_running_row_is_dropped_and_its_neighbour_goes_on(bench: Ben
     bench.thread.cancel(["cancelled", "unknown"])
     eventually(lambda: "cancelled" in bench.sink.dropped, "the drop")
     num_tokens = len(bench.sink.token_ids["cancelled"])
-    assert bench.wait_for_end("neighbour").text == "n" * 200
+    assert bench.wait_for_end("neighbour").choices[0].text == "n" * 200
     assert len(bench.sink.token_ids["cancelled"]) == num_tokens
     assert "cancelled" not in bench.sink.ended
     assert not bench.engine.has_work
@@ -187,7 +201,7 @@ def test_the_engines_failure_is_reported_and_ends_the_thread(bench: Bench) -> No
 def test_a_row_that_fails_in_the_engine_is_reported_and_its_neighbour_goes_on(bench: Bench) -> None:
     bench.submit("neighbour", "n" * 50)
     bench.submit("lost", "lost")
-    assert bench.wait_for_end("neighbour").text == "n" * 50
+    assert bench.wait_for_end("neighbour").choices[0].text == "n" * 50
     assert isinstance(bench.sink.failed["lost"], TransientError)
     assert "lost" not in bench.sink.ended
     assert bench.thread.num_rows == 0
@@ -206,7 +220,7 @@ def test_a_row_whose_text_cannot_be_made_fails_alone(
     monkeypatch.setattr(TextPipeline, "push", push)
     bench.submit("neighbour", "n" * 50)
     bench.submit("broken", "ab!c")
-    assert bench.wait_for_end("neighbour").text == "n" * 50
+    assert bench.wait_for_end("neighbour").choices[0].text == "n" * 50
     assert str(bench.sink.failed["broken"]) == "no such piece"
     assert not bench.engine.has_work
     assert bench.failures == []

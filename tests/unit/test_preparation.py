@@ -15,7 +15,7 @@ from queue_service.payload import Encoding, encode_call
 from queue_service.requests import Endpoint
 from tests.fakes import CONTEXT, EOS, VOCABULARY, FakeTokenizer
 from tests.harness import chat_body, make_claimed
-from workers.preparation import Limits, Preparer, timeout_seconds
+from workers.preparation import Limits, Preparer, SamplingDefaults, timeout_seconds
 from workers.requests import PreparedRequest
 from workers.sampling import default_seed
 
@@ -23,9 +23,9 @@ from workers.sampling import default_seed
 def make_preparer(**limits: int) -> Preparer:
     return Preparer(
         FakeTokenizer(),
-        Limits(context_tokens=CONTEXT, vocabulary_size=VOCABULARY, **limits),
+        Limits(CONTEXT, VOCABULARY, frozenset({EOS}), **limits),
         model="served-model",
-        default_temperature=0.6,
+        defaults=SamplingDefaults(temperature=0.6),
     )
 
 
@@ -47,9 +47,9 @@ def test_a_chat_is_rendered_and_tokenised() -> None:
     request = prepare_chat("hello", stop=["END", ""], temperature=0.3, top_p=0.5, seed=11)
     assert request.endpoint is Endpoint.CHAT
     assert request.model == "served-model"
-    assert bytes(request.prompt_ids) == b"hello"
+    assert bytes(request.prompts[0].ids) == b"hello"
     assert request.stop_strings == ("END",)
-    sampling = request.sampling
+    sampling = request.samplings[0]
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.3, 0.5, 11)
     assert not request.stream
     assert request.encoding is Encoding.JSON
@@ -59,30 +59,30 @@ def test_a_chat_is_rendered_and_tokenised() -> None:
 def test_a_completion_takes_a_text_or_token_ids(prompt: Any) -> None:
     request = make_preparer().prepare(claimed_call(tasks.COMPLETION, {"prompt": prompt}))
     assert request.endpoint is Endpoint.COMPLETIONS
-    assert bytes(request.prompt_ids) == b"hello"
+    assert bytes(request.prompts[0].ids) == b"hello"
 
 
 def test_the_body_may_be_a_keyword_argument() -> None:
     data = zlib.compress(b'["queue_service.tasks.completion", null, [], {"body": {"prompt": "x"}}]')
-    assert make_preparer().prepare(make_claimed(data=data)).prompt_ids == (120,)
+    assert make_preparer().prepare(make_claimed(data=data)).prompts[0].ids == (120,)
 
 
 def test_a_pickled_call_is_answered_in_pickle() -> None:
     data = zlib.compress(pickle.dumps((tasks.CHAT, None, (chat_body("hi"),), {})))
     request = make_preparer().prepare(make_claimed(data=data))
     assert request.encoding is Encoding.PICKLE
-    assert bytes(request.prompt_ids) == b"hi"
+    assert bytes(request.prompts[0].ids) == b"hi"
 
 
 def test_what_a_request_leaves_open_has_defaults() -> None:
     claimed = claimed_call(tasks.CHAT, chat_body("hello"), qsvc_generation="2")
-    sampling = make_preparer().prepare(claimed).sampling
+    sampling = make_preparer().prepare(claimed).samplings[0]
     assert (sampling.temperature, sampling.top_p) == (0.6, 1.0)
     assert sampling.seed == default_seed(claimed.job_id, 2, 0)
 
 
 def test_zero_is_a_temperature_and_a_seed() -> None:
-    sampling = prepare_chat(temperature=0, seed=0).sampling
+    sampling = prepare_chat(temperature=0, seed=0).samplings[0]
     assert (sampling.temperature, sampling.seed) == (0.0, 0)
 
 
@@ -109,7 +109,7 @@ def test_the_token_limit_is_the_least_of_request_context_and_ceiling(
     asked: dict[str, int], limits: dict[str, int], expected: int
 ) -> None:
     claimed = claimed_call(tasks.CHAT, chat_body("hello", **asked))
-    assert make_preparer(**limits).prepare(claimed).token_limit == expected
+    assert make_preparer(**limits).prepare(claimed).prompts[0].token_limit == expected
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
@@ -119,7 +119,7 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
 
 
 def test_a_prompt_that_leaves_room_for_one_token_runs() -> None:
-    assert prepare_chat("x" * (CONTEXT - 1)).token_limit == 1
+    assert prepare_chat("x" * (CONTEXT - 1)).prompts[0].token_limit == 1
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -134,7 +134,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
 
 def test_the_last_token_id_of_the_vocabulary_runs() -> None:
     request = make_preparer().prepare(claimed_call(tasks.COMPLETION, {"prompt": [EOS]}))
-    assert request.prompt_ids == (EOS,)
+    assert request.prompts[0].ids == (EOS,)
 
 
 def test_the_templates_own_words_refuse_a_chat() -> None:

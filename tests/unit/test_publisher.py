@@ -11,8 +11,9 @@ import pytest
 import redis
 
 from queue_service.broker import Broker, Publication
-from queue_service.responses import FinishReason
+from queue_service.responses import Choice, FinishReason
 from tests.harness import eventually, make_claimed, make_request
+from workers.answer_forms import Piece, PieceKind
 from workers.errors import TransientError
 from workers.publisher import Publisher
 from workers.requests import Generated, PreparedRequest, Refused, Result
@@ -100,11 +101,13 @@ class Desk:
 
     def advance(self, words: str, execution_id: str = "execution") -> None:
         for character in words:
-            self.publisher.advance(execution_id, ord(character), character)
+            self.publisher.advance(execution_id, 0, ord(character), [Piece(character)])
 
     def end(self, request: PreparedRequest, text: str, last_text: str = "") -> Generated:
-        generated = Generated(request, text, FinishReason.STOP, completion_tokens=len(text))
-        self.publisher.end(generated, last_text)
+        if last_text:
+            self.publisher.advance(request.execution_id, 0, ord("."), [Piece(last_text)])
+        generated = Generated(request, [Choice(text, FinishReason.STOP, len(text))])
+        self.publisher.end(generated)
         return generated
 
     def flush_later(self) -> None:
@@ -132,13 +135,13 @@ def test_text_between_two_writes_is_one_entry_with_its_first_token_and_attempt(d
 
 def test_tokens_without_a_text_of_their_own_are_counted_in_the_next_index(desk: Desk) -> None:
     desk.begin()
-    desk.publisher.advance("execution", 1, "a")
+    desk.publisher.advance("execution", 0, 1, [Piece("a")])
     desk.publisher.flush()
-    desk.publisher.advance("execution", 2, "")
+    desk.publisher.advance("execution", 0, 2, [])
     desk.publisher.flush()
-    desk.publisher.advance("execution", 3, "bc")
+    desk.publisher.advance("execution", 0, 3, [Piece("bc")])
     desk.publisher.flush()
-    desk.publisher.advance("execution", 4, "d")
+    desk.publisher.advance("execution", 0, 4, [Piece("d")])
     desk.publisher.flush()
     indexes = [fields["i"] for fields in desk.broker.entries["execution"]]
     assert indexes == ["0", "1", "3"]
@@ -219,6 +222,27 @@ def test_the_end_is_delivered_after_the_last_text_was_written(desk: Desk) -> Non
     desk.publisher.flush()
     assert desk.broker.text() == "to be, or"
     assert desk.delivered == [generated]
+
+
+def test_choices_and_kinds_have_entries_of_their_own(desk: Desk) -> None:
+    desk.begin()
+    publisher = desk.publisher
+    publisher.advance("execution", 0, 1, [Piece("think", PieceKind.REASONING)])
+    publisher.advance("execution", 1, 2, [Piece("other")])
+    publisher.advance("execution", 0, 3, [Piece("ing", PieceKind.REASONING), Piece("so")])
+    desk.flush_later()
+    publisher.advance("execution", 1, 4, [Piece(" choice")])
+    publisher.advance("execution", 0, 5, [Piece(", yes")])
+    desk.flush_later()
+    assert desk.broker.entries["execution"] == [
+        {"i": "0", "a": "3", "k": "reasoning", "t": "think"},
+        {"i": "0", "a": "3", "c": "1", "t": "other"},
+        {"i": "0", "a": "3", "k": "reasoning", "t": "ing"},
+        {"i": "0", "a": "3", "t": "so"},
+        {"i": "1", "a": "3", "c": "1", "t": " choice"},
+        {"i": "2", "a": "3", "t": ", yes"},
+    ]
+    assert desk.broker.token_ids() == [1, 3, 5]
 
 
 def test_a_row_that_failed_is_delivered_at_once_and_writes_no_more(desk: Desk) -> None:
@@ -332,10 +356,10 @@ def patient_desk() -> Iterator[PatientDesk]:
 def test_a_rows_first_text_is_written_at_once(patient_desk: PatientDesk) -> None:
     publisher, broker = patient_desk.publisher, patient_desk.broker
     publisher.begin(make_request(stream=True))
-    publisher.advance("execution", 1, "")
-    publisher.advance("execution", 2, "first")
+    publisher.advance("execution", 0, 1, [])
+    publisher.advance("execution", 0, 2, [Piece("first")])
     eventually(lambda: broker.text() == "first", "the first text")
-    publisher.advance("execution", 3, " second")
+    publisher.advance("execution", 0, 3, [Piece(" second")])
     publisher.stop()
     assert [fields["t"] for fields in broker.entries["execution"]] == ["first", " second"]
 
@@ -343,8 +367,9 @@ def test_a_rows_first_text_is_written_at_once(patient_desk: PatientDesk) -> None
 def test_an_end_does_not_wait_for_the_interval(patient_desk: PatientDesk) -> None:
     request = make_request(stream=True)
     patient_desk.publisher.begin(request)
-    generated = Generated(request, "held", FinishReason.LENGTH, completion_tokens=1)
-    patient_desk.publisher.end(generated, "held")
+    generated = Generated(request, [Choice("held", FinishReason.LENGTH, completion_tokens=1)])
+    patient_desk.publisher.advance(request.execution_id, 0, 1, [Piece("held")])
+    patient_desk.publisher.end(generated)
     assert patient_desk.delivered.wait(5)
     assert patient_desk.broker.text() == "held"
 
@@ -362,7 +387,7 @@ def test_the_thread_survives_an_outage(caplog: pytest.LogCaptureFixture) -> None
     )
     publisher.start()
     publisher.begin(make_request(stream=True))
-    publisher.advance("execution", 1, "kept")
+    publisher.advance("execution", 0, 1, [Piece("kept")])
     eventually(lambda: "until the server takes it" in caplog.text, "a warning")
     broker.is_away = False
     eventually(lambda: broker.text() == "kept", "the text after the outage")
@@ -385,6 +410,6 @@ def test_an_error_of_our_own_ends_the_thread_with_a_word() -> None:
     )
     publisher.start()
     publisher.begin(make_request(stream=True))
-    publisher.advance("execution", 1, "text")
+    publisher.advance("execution", 0, 1, [Piece("text")])
     eventually(lambda: failures, "the failure")
     assert isinstance(failures[0], LookupError)

@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from queue_service import tasks
 from queue_service.errors import RequestError
-from queue_service.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Endpoint,
-    load_json,
-    parse_request,
-    replace_surrogates,
+from queue_service.requests import FIELD_USES, Endpoint, parse_request
+from tests.request_helpers import (
+    USER_TURN,
+    chat,
+    chat_refusal,
+    completion,
+    completion_refusal,
+    refusal,
 )
-
-USER_TURN = {"role": "user", "content": "hello"}
-
-
-def chat(**fields: Any) -> ChatRequest:
-    request = parse_request(Endpoint.CHAT, {"messages": [USER_TURN], **fields})
-    assert isinstance(request, ChatRequest)
-    return request
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    request = parse_request(Endpoint.COMPLETIONS, {"prompt": "hello", **fields})
-    assert isinstance(request, CompletionRequest)
-    return request
-
-
-def refusal(endpoint: Endpoint = Endpoint.CHAT, /, **body: Any) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        parse_request(endpoint, body)
-    return caught.value
-
-
-def chat_refusal(**fields: Any) -> RequestError:
-    return refusal(Endpoint.CHAT, **{"messages": [USER_TURN], **fields})
-
-
-def turn_refusal(**turn: Any) -> RequestError:
-    return refusal(messages=[turn])
-
-
-def call_turn(arguments: Any) -> dict[str, Any]:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
-
 
 # Endpoints
 
@@ -65,33 +31,78 @@ def test_a_foreign_function_belongs_to_no_endpoint() -> None:
     assert Endpoint.of_function("os.system") is None
 
 
-# Sampling fields
+# What both endpoints share
+
+UNSET = (
+    "model",
+    "token_limit",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "num_top_logprobs",
+    "constraint",
+    "session",
+)
 
 
 def test_fields_that_are_not_given_are_unset() -> None:
-    request = chat()
-    assert (request.model, request.token_limit, request.temperature) == (None, None, None)
-    assert (request.top_p, request.seed, request.stop_strings) == (None, None, ())
-    assert request.stream is False
+    for request in (chat(), completion()):
+        for name in UNSET:
+            assert getattr(request, name) is None
+        assert (request.n, request.stream, request.priority) == (1, False, 0)
+        assert (request.stop_strings, request.stop_token_ids, request.logit_bias) == ((), (), ())
+        assert request.ignore_eos is False
 
 
-def test_null_means_unset_for_every_field() -> None:
-    names = ("model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed")
-    assert chat(**dict.fromkeys((*names, "stop", "stream"))) == chat()
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_null_means_unset_for_every_known_field(endpoint: Endpoint) -> None:
+    body = {"prompt": "x"} if endpoint is Endpoint.COMPLETIONS else {"messages": [USER_TURN]}
+    nulls = dict.fromkeys(FIELD_USES[endpoint])
+    assert parse_request(endpoint, {**nulls, **body}) == parse_request(endpoint, body)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("model", "default"),
+        ("stream", True),
+        ("n", 1),
+        ("n", 128),
+        ("priority", -(2**31)),
+        ("priority", 2**31),
+        ("max_tokens", 1),
+        ("min_tokens", 0),
+        ("min_tokens", 5),
+        ("ignore_eos", True),
         ("temperature", 0),
         ("temperature", 2),
         ("top_p", 0),
         ("top_p", 1),
+        ("top_k", 0),
+        ("top_k", 1),
+        ("top_k", 1_000_000),
+        ("min_p", 0),
+        ("min_p", 1),
+        ("xtc_probability", 0),
+        ("xtc_probability", 1),
+        ("xtc_threshold", 0),
+        ("xtc_threshold", 0.5),
         ("seed", -(2**63)),
         ("seed", 2**63 - 1),
-        ("max_tokens", 1),
-        ("model", "default"),
-        ("stream", True),
+        ("frequency_penalty", -2),
+        ("frequency_penalty", 2),
+        ("presence_penalty", -2),
+        ("presence_penalty", 2),
+        ("repetition_penalty", 0.001),
+        ("repetition_penalty", 10),
     ],
 )
 def test_values_at_the_edge_of_their_range_are_kept(name: str, value: Any) -> None:
@@ -128,6 +139,30 @@ def test_a_token_limit_is_a_positive_integer(name: str, value: Any, words: str) 
         ({"top_p": 1.5}, "'top_p' must be at most 1"),
         ({"seed": 2**63}, "'seed' must be at most 9223372036854775807"),
         ({"seed": 1.0}, "'seed' must be an integer"),
+        ({"n": 0}, "'n' must be at least 1"),
+        ({"n": 129}, "'n' must be at most 128"),
+        ({"n": True}, "'n' must be an integer"),
+        ({"priority": 1.5}, "'priority' must be an integer"),
+        ({"priority": 2**31 + 1}, "'priority' must be at most 2147483648"),
+        ({"priority": -(2**31) - 1}, "'priority' must be at least -2147483648"),
+        ({"min_tokens": -1}, "'min_tokens' must be at least 0"),
+        ({"min_tokens": 1.0}, "'min_tokens' must be an integer"),
+        ({"ignore_eos": 1}, "'ignore_eos' must be true or false"),
+        ({"top_k": -2}, "'top_k' must be at least 1, or 0 or -1 for off"),
+        ({"top_k": 40.0}, "'top_k' must be an integer"),
+        ({"top_k": True}, "'top_k' must be an integer"),
+        ({"min_p": -0.1}, "'min_p' must be at least 0"),
+        ({"min_p": 1.1}, "'min_p' must be at most 1"),
+        ({"xtc_probability": 1.1}, "'xtc_probability' must be at most 1"),
+        ({"xtc_probability": True}, "'xtc_probability' must be a number"),
+        ({"xtc_threshold": 0.6}, "'xtc_threshold' must be at most 0.5"),
+        ({"frequency_penalty": 2.1}, "'frequency_penalty' must be at most 2"),
+        ({"presence_penalty": -2.1}, "'presence_penalty' must be at least -2"),
+        ({"presence_penalty": 10**400}, "'presence_penalty' must be a number"),
+        ({"repetition_penalty": 0}, "'repetition_penalty' must be greater than 0"),
+        ({"repetition_penalty": 10.5}, "'repetition_penalty' must be at most 10"),
+        ({"stop_token_ids": 5}, "'stop_token_ids' must be a list"),
+        ({"logit_bias": [1]}, "'logit_bias' must be an object of token ids and numbers"),
         ({"stream": "yes"}, "'stream' must be true or false"),
         ({"stream": 1}, "'stream' must be true or false"),
         ({"model": 7}, "'model' must be a string"),
@@ -138,8 +173,8 @@ def test_a_token_limit_is_a_positive_integer(name: str, value: Any, words: str) 
     ],
 )
 def test_a_bad_value_is_refused_in_one_sentence(field: dict[str, Any], sentence: str) -> None:
-    error = chat_refusal(**field)
-    assert (str(error), error.param) == (sentence, *field)
+    for error in (chat_refusal(**field), completion_refusal(**field)):
+        assert (str(error), error.param) == (sentence, *field)
 
 
 def test_max_completion_tokens_wins_over_max_tokens() -> None:
@@ -154,179 +189,235 @@ def test_stop_is_one_string_or_up_to_four_and_empty_ones_are_ignored() -> None:
     assert chat(stop=["a", "", "b", "c", "d"]).stop_strings == ("a", "b", "c", "d")
 
 
+@pytest.mark.parametrize("value", [0, -1])
+def test_zero_and_minus_one_turn_top_k_off(value: int) -> None:
+    assert chat(top_k=value).top_k == 0
+
+
+def test_min_tokens_may_not_exceed_the_token_limit() -> None:
+    assert chat(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert chat(min_tokens=5, max_tokens=4, max_completion_tokens=6).min_tokens == 5
+    error = chat_refusal(min_tokens=5, max_tokens=6, max_completion_tokens=4)
+    assert (str(error), error.param) == (
+        "'min_tokens' must be at most the token limit, 4",
+        "min_tokens",
+    )
+    assert completion_refusal(min_tokens=2, max_tokens=1).param == "min_tokens"
+
+
+def test_stop_token_ids_keep_their_order() -> None:
+    assert chat(stop_token_ids=[7, 0, 7]).stop_token_ids == (7, 0, 7)
+
+
+@pytest.mark.parametrize("token_id", [-1, "5", 1.0, True, None])
+def test_a_stop_token_id_is_an_integer_from_zero(token_id: Any) -> None:
+    assert chat_refusal(stop_token_ids=[1, token_id]).param == "stop_token_ids.1"
+
+
+def test_logit_bias_is_sorted_by_token_id() -> None:
+    request = chat(logit_bias={"50": -100, "7": 0.5, "0": 100})
+    assert request.logit_bias == ((0, 100.0), (7, 0.5), (50, -100.0))
+    assert chat(logit_bias={}) == chat()
+
+
+@pytest.mark.parametrize("key", ["-1", "1.0", "x", "", "05", "\u0665", " 5", "5\n", "9" * 5_000])
+def test_a_key_of_logit_bias_is_a_decimal_token_id(key: str) -> None:
+    error = chat_refusal(logit_bias={"1": 0, key: 1})
+    assert "is no token id" in str(error)
+    assert error.param is not None
+    assert error.param.startswith("logit_bias.")
+    assert len(error.param) < 100
+
+
+@pytest.mark.parametrize("bias", [100.5, -101, "5", True, None, [], float("nan"), 10**400])
+def test_a_logit_bias_is_a_number_within_a_hundred(bias: Any) -> None:
+    assert chat_refusal(logit_bias={"7": bias}).param == "logit_bias.7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "session"),
+    [
+        ({"session_id": "a", "prompt_cache_key": "b"}, "a"),
+        ({"prompt_cache_key": "b"}, "b"),
+        ({"session_id": 7, "prompt_cache_key": "b"}, "b"),
+        ({"session_id": "", "prompt_cache_key": "b"}, "b"),
+        ({"session_id": {"a": 1}, "prompt_cache_key": []}, None),
+        ({"session_id": 7}, None),
+        ({"prompt_cache_key": ""}, None),
+    ],
+)
+def test_a_session_is_the_first_name_that_is_a_string(
+    fields: dict[str, Any], session: str | None
+) -> None:
+    assert chat(**fields).session == session
+    assert completion(**fields).session == session
+
+
 def test_a_request_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         chat().seed = 1
 
 
-# Messages
+# Chat only
 
 
 @pytest.mark.parametrize(
-    ("messages", "sentence"),
+    ("fields", "wanted"),
     [
-        ([], "'messages' must hold at least one message"),
-        ("hi", "'messages' must be a list"),
-        ({}, "'messages' must be a list"),
-        (None, "'messages' is required"),
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
     ],
 )
-def test_messages_is_a_list_with_something_in_it(messages: Any, sentence: str) -> None:
-    error = refusal(messages=messages)
-    assert (str(error), error.param) == (sentence, "messages")
-    assert str(refusal()) == "'messages' is required"
+def test_a_chat_asks_for_logprobs_and_how_many(fields: dict[str, Any], wanted: int | None) -> None:
+    assert chat(**fields).num_top_logprobs == wanted
 
 
 @pytest.mark.parametrize(
-    ("turn", "param", "sentence"),
+    ("fields", "sentence"),
     [
-        ({"content": "x"}, "messages.0.role", "is required"),
+        ({"top_logprobs": 5}, "'top_logprobs' needs 'logprobs' to be true"),
+        ({"logprobs": True, "top_logprobs": 21}, "'top_logprobs' must be at most 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "'top_logprobs' must be at least 0"),
+        ({"logprobs": 0}, "'logprobs' must be true or false"),
+        ({"logprobs": 5}, "'logprobs' must be true or false"),
+    ],
+)
+def test_other_logprobs_of_a_chat_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    assert str(chat_refusal(**fields)) == sentence
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high"])
+def test_a_reasoning_effort_is_kept(effort: str) -> None:
+    assert chat(reasoning_effort=effort).reasoning_effort == effort
+    assert chat().reasoning_effort is None
+
+
+@pytest.mark.parametrize("effort", ["hihg", "HIGH", "", 1, True, ["low"]])
+def test_a_misspelt_reasoning_effort_is_refused(effort: Any) -> None:
+    error = chat_refusal(reasoning_effort=effort)
+    assert str(error) == ("'reasoning_effort' must be 'none', 'minimal', 'low', 'medium' or 'high'")
+    assert error.param == "reasoning_effort"
+
+
+def test_a_thinking_budget_is_a_number_of_tokens() -> None:
+    assert chat().thinking_budget is None
+    assert chat(thinking_budget=0).thinking_budget == 0
+    assert chat_refusal(thinking_budget=-1).param == "thinking_budget"
+    assert chat_refusal(thinking_budget=1.5).param == "thinking_budget"
+
+
+def test_template_arguments_are_any_object() -> None:
+    arguments = {"enable_thinking": False, "depth": {"a": [1, None]}}
+    assert chat(chat_template_kwargs=arguments).chat_template_kwargs == arguments
+    assert chat().chat_template_kwargs == {}
+    assert chat_refusal(chat_template_kwargs=["x"]).param == "chat_template_kwargs"
+
+
+def test_template_arguments_may_not_nest_without_end() -> None:
+    deep: Any = {}
+    for _ in range(70):
+        deep = {"a": deep}
+    assert "deeper than 64" in str(chat_refusal(chat_template_kwargs=deep))
+
+
+ASSISTANT_TURN = {"role": "assistant", "content": "Once"}
+
+
+def test_an_answer_can_go_on_from_the_last_turn() -> None:
+    request = chat(messages=[USER_TURN, ASSISTANT_TURN], continue_final_message=True)
+    assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
+    assert (chat().continue_final_message, chat().add_generation_prompt) == (False, True)
+    assert chat(add_generation_prompt=False).add_generation_prompt is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [ASSISTANT_TURN, USER_TURN]}, "continue_final_message"),
         (
-            {"role": "robot", "content": "x"},
-            "messages.0.role",
-            "must be 'developer', 'system', 'user', 'assistant' or 'tool'",
-        ),
-        (
-            {"role": "user", "content": 7},
-            "messages.0.content",
-            "must be a string or a list of text parts",
-        ),
-        (
-            {"role": "user", "content": ["x"]},
-            "messages.0.content",
-            "must be a string or a list of text parts",
-        ),
-        (
-            {"role": "user", "content": [{"text": "x"}]},
-            "messages.0.content",
-            "must be a string or a list of text parts",
-        ),
-        (
-            {"role": "user", "content": [{"type": "text", "text": None}]},
-            "messages.0.content",
-            "has a text part whose 'text' is not a string",
-        ),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages.0.content",
-            "has a part of type 'image_url'; only text parts are supported",
-        ),
-        ({"role": "user", "content": "x", "mood": 1}, "messages.0.mood", "is an unknown field"),
-        (
-            {"role": "assistant", "content": "x", "audio": {"id": "a"}},
-            "messages.0.audio",
-            "is not supported yet",
+            {"messages": [USER_TURN, ASSISTANT_TURN], "add_generation_prompt": True},
+            "add_generation_prompt",
         ),
     ],
 )
-def test_a_bad_turn_is_refused_with_its_path(
-    turn: dict[str, Any], param: str, sentence: str
-) -> None:
-    error = turn_refusal(**turn)
-    assert (str(error), error.param) == (f"'{param}' {sentence}", param)
+def test_only_an_assistants_last_turn_can_be_continued(fields: dict[str, Any], param: str) -> None:
+    error = chat_refusal(continue_final_message=True, **fields)
+    assert error.param == param
+    assert str(error).startswith(f"'{param}' ")
 
 
-def test_a_turn_that_is_no_object_is_refused() -> None:
-    assert str(refusal(messages=["hi"])) == "'messages.0' must be an object"
+# Completions only
 
 
 @pytest.mark.parametrize(
-    "turn",
+    ("prompt", "prompts"),
     [
-        {"role": "user", "content": None},
-        {"role": "user"},
-        {"role": "assistant", "content": None},
-        {"role": "assistant", "content": None, "tool_calls": []},
-        {"role": "tool", "content": None, "tool_call_id": "c1"},
+        ("Once upon", ("Once upon",)),
+        ("", ("",)),
+        (["a", "", "b"], ("a", "", "b")),
+        ([5, 0, 9], ((5, 0, 9),)),
+        ([[5, 0], [9]], ((5, 0), (9,))),
     ],
 )
-def test_only_an_assistant_turn_with_tool_calls_may_have_no_content(turn: dict[str, Any]) -> None:
-    error = turn_refusal(**turn)
-    assert error.param == "messages.0.content"
-    assert "is required" in str(error)
-
-
-def test_the_template_gets_strings_and_known_roles() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    request = chat(
-        messages=[
-            {"role": "developer", "content": "Be brief."},
-            {"role": "user", "content": parts, "name": "ann"},
-            {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": "hm"},
-        ]
-    )
-    assert request.template_messages() == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "one two", "name": "ann"},
-        {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"},
-    ]
+def test_a_prompt_is_one_or_more_texts_or_lists_of_token_ids(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts == prompts
 
 
 @pytest.mark.parametrize(
-    ("arguments", "parsed"),
+    ("prompt", "param", "words"),
     [
-        ('{"city": "Oslo", "unit": null}', {"city": "Oslo", "unit": None}),
-        ({"city": "Oslo"}, {"city": "Oslo"}),
-        ("", {}),
-        ("{}", {}),
-        ('{"t": "\\ud83d"}', {"t": "\ufffd"}),
+        ([], "prompt", "a text, a list of token ids"),
+        (7, "prompt", "a text, a list of token ids"),
+        ({}, "prompt", "a text, a list of token ids"),
+        ([1, -1], "prompt", "integers from 0"),
+        ([1, True], "prompt", "integers from 0"),
+        ([1, 2.0], "prompt", "integers from 0"),
+        ([1, "a"], "prompt", "integers from 0"),
+        (["a", [1]], "prompt", "integers from 0"),
+        ([[1], []], "prompt.1", "at least one"),
+        ([[1], [2, "a"]], "prompt.1", "integers from 0"),
+        (None, "prompt", "is required"),
     ],
 )
-def test_tool_call_arguments_reach_the_template_as_an_object(arguments: Any, parsed: Any) -> None:
-    answer = {"role": "tool", "content": "4 C", "tool_call_id": "c1"}
-    request = chat(messages=[USER_TURN, call_turn(arguments), answer])
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": parsed}}
-    assert request.template_messages()[1:] == [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "4 C", "tool_call_id": "c1"},
-    ]
-
-
-@pytest.mark.parametrize("arguments", ["[1]", "not json", "NaN", 7, None, "[" * 100_000])
-def test_tool_call_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
-    error = refusal(messages=[USER_TURN, call_turn(arguments)])
-    assert error.param == "messages.1.tool_calls.0.function.arguments"
-    assert "must be an object" in str(error) or "must be a JSON object" in str(error)
-
-
-def test_a_tool_call_keeps_only_what_a_template_reads() -> None:
-    call = {"index": 0, "function": {"name": "f", "arguments": "{}", "parsed_arguments": None}}
-    request = chat(messages=[USER_TURN, {"role": "assistant", "tool_calls": [call]}])
-    assert request.template_messages()[1]["tool_calls"] == [
-        {"type": "function", "function": {"name": "f", "arguments": {}}}
-    ]
-
-
-# Prompts
-
-
-@pytest.mark.parametrize(
-    ("prompt", "kept"),
-    [("Once upon", "Once upon"), ("", ""), ([5, 0, 9], (5, 0, 9))],
-)
-def test_a_prompt_is_a_text_or_token_ids(prompt: Any, kept: Any) -> None:
-    assert completion(prompt=prompt).prompt == kept
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        (["a", "b"], "one prompt per line"),
-        ([[1], [2]], "one prompt per line"),
-        ([], "a string or a list of token ids"),
-        (7, "a string or a list of token ids"),
-        ({}, "a string or a list of token ids"),
-        ([1, -1], "integers from 0"),
-        ([1, True], "integers from 0"),
-        ([1, 2.0], "integers from 0"),
-        ([1, "a"], "integers from 0"),
-        (None, "is required"),
-    ],
-)
-def test_any_other_prompt_is_refused(prompt: Any, words: str) -> None:
+def test_any_other_prompt_is_refused(prompt: Any, param: str, words: str) -> None:
     error = refusal(Endpoint.COMPLETIONS, prompt=prompt)
     assert words in str(error)
-    assert error.param == "prompt"
+    assert error.param == param
+
+
+def test_a_completion_may_echo_its_prompt() -> None:
+    assert completion(echo=True).echo is True
+    assert completion().echo is False
+    assert completion_refusal(echo="yes").param == "echo"
+
+
+@pytest.mark.parametrize("count", [None, 0, 5])
+def test_a_completion_asks_for_logprobs_by_their_number(count: int | None) -> None:
+    assert completion(logprobs=count).num_top_logprobs == count
+
+
+@pytest.mark.parametrize("count", [-1, 6, True, False, 1.0])
+def test_other_logprobs_of_a_completion_are_refused(count: Any) -> None:
+    assert completion_refusal(logprobs=count).param == "logprobs"
+
+
+def test_best_of_may_only_repeat_n() -> None:
+    assert completion(best_of=1).n == 1
+    assert completion(best_of=2, n=2).n == 2
+    assert completion_refusal(best_of=2).param == "best_of"
+    assert completion_refusal(best_of=1, n=2).param == "best_of"
+
+
+def test_a_suffix_is_refused_unless_it_is_empty() -> None:
+    assert completion(suffix="") == completion()
+    assert str(completion_refusal(suffix="the end")) == (
+        "'suffix' is not supported by /v1/completions"
+    )
 
 
 # Fields that are not ours
@@ -334,16 +425,7 @@ def test_any_other_prompt_is_refused(prompt: Any, words: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "user",
-        "store",
-        "service_tier",
-        "metadata",
-        "safety_identifier",
-        "stream_options",
-        "session_id",
-        "prompt_cache_key",
-    ],
+    ["user", "store", "service_tier", "metadata", "safety_identifier", "stream_options"],
 )
 @pytest.mark.parametrize("value", [None, 7, "x", {"a": [1]}])
 def test_harmless_fields_are_accepted_and_change_nothing(name: str, value: Any) -> None:
@@ -352,81 +434,71 @@ def test_harmless_fields_are_accepted_and_change_nothing(name: str, value: Any) 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("endpoint", "name", "value"),
     [
-        ("n", 1),
-        ("frequency_penalty", 0),
-        ("frequency_penalty", 0.0),
-        ("presence_penalty", 0),
-        ("repetition_penalty", 1.0),
-        ("logit_bias", {}),
-        ("logprobs", False),
-        ("top_logprobs", 0),
-        ("tools", []),
-        ("tool_choice", "none"),
-        ("response_format", {"type": "text"}),
-        ("top_k", 0),
-        ("top_k", -1),
-        ("min_p", 0),
-        ("echo", False),
-        ("best_of", 1),
-        ("suffix", None),
-        ("parallel_tool_calls", True),
-        ("reasoning_effort", None),
-        ("chat_template_kwargs", {}),
-        ("continue_final_message", False),
-        ("add_generation_prompt", True),
-        ("stop_token_ids", []),
-        ("ignore_eos", False),
-        ("min_tokens", 0),
-        ("priority", 0),
-        ("xtc_probability", 0.0),
+        (Endpoint.CHAT, "best_of", 1),
+        (Endpoint.CHAT, "echo", False),
+        (Endpoint.CHAT, "suffix", ""),
+        (Endpoint.CHAT, "functions", []),
+        (Endpoint.CHAT, "function_call", "none"),
+        (Endpoint.CHAT, "xtc_special_tokens", []),
+        (Endpoint.COMPLETIONS, "tools", []),
+        (Endpoint.COMPLETIONS, "tool_choice", "auto"),
+        (Endpoint.COMPLETIONS, "parallel_tool_calls", True),
+        (Endpoint.COMPLETIONS, "top_logprobs", 0),
+        (Endpoint.COMPLETIONS, "chat_template_kwargs", {}),
+        (Endpoint.COMPLETIONS, "continue_final_message", False),
+        (Endpoint.COMPLETIONS, "add_generation_prompt", True),
     ],
 )
 def test_an_unsupported_field_may_carry_the_value_that_changes_nothing(
-    name: str, value: Any
+    endpoint: Endpoint, name: str, value: Any
 ) -> None:
-    assert chat(**{name: value}) == chat()
-    assert completion(**{name: None}) == completion()
+    parse = chat if endpoint is Endpoint.CHAT else completion
+    assert parse(**{name: value}) == parse()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("endpoint", "name", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": -100}),
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 5),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
-        ("top_k", 40),
-        ("min_p", 0.05),
-        ("echo", True),
-        ("best_of", 3),
-        ("suffix", "the end"),
-        ("reasoning_effort", "low"),
-        ("chat_template_kwargs", {"enable_thinking": False}),
-        ("continue_final_message", True),
-        ("add_generation_prompt", False),
-        ("stop_token_ids", [2]),
-        ("ignore_eos", True),
-        ("min_tokens", 3),
-        ("priority", 1),
-        ("xtc_probability", 0.5),
+        (Endpoint.CHAT, "best_of", 3),
+        (Endpoint.CHAT, "best_of", True),
+        (Endpoint.CHAT, "echo", True),
+        (Endpoint.CHAT, "suffix", "the end"),
+        (Endpoint.CHAT, "xtc_special_tokens", [5]),
+        (Endpoint.COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f"}}]),
+        (Endpoint.COMPLETIONS, "tool_choice", "required"),
+        (Endpoint.COMPLETIONS, "parallel_tool_calls", 1),
+        (Endpoint.COMPLETIONS, "top_logprobs", 5),
+        (Endpoint.COMPLETIONS, "reasoning_effort", "low"),
+        (Endpoint.COMPLETIONS, "thinking_budget", 0),
+        (Endpoint.COMPLETIONS, "chat_template_kwargs", {"enable_thinking": False}),
+        (Endpoint.COMPLETIONS, "continue_final_message", True),
+        (Endpoint.COMPLETIONS, "add_generation_prompt", False),
     ],
 )
 def test_an_unsupported_field_that_would_change_the_answer_is_refused_by_name(
-    name: str, value: Any
+    endpoint: Endpoint, name: str, value: Any
 ) -> None:
-    error = chat_refusal(**{name: value})
-    assert str(error) == f"'{name}' is not supported yet"
+    error = (chat_refusal if endpoint is Endpoint.CHAT else completion_refusal)(**{name: value})
+    assert str(error) == f"'{name}' is not supported by {endpoint}"
     assert (error.code, error.param) == ("invalid_request", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("functions", "tools"),
+        ("function_call", "tool_choice"),
+        ("guided_json", "structured_outputs"),
+        ("guided_regex", "structured_outputs"),
+        ("guided_choice", "structured_outputs"),
+        ("guided_grammar", "structured_outputs"),
+    ],
+)
+def test_a_field_of_an_old_api_is_refused_with_the_new_one(name: str, instead: str) -> None:
+    error = chat_refusal(**{name: [{"name": "f"}]})
+    assert str(error) == f"'{name}' is not supported by /v1/chat/completions; use '{instead}'"
 
 
 def test_an_unknown_field_is_refused_by_name_even_when_it_is_null() -> None:
@@ -465,72 +537,3 @@ def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
     with pytest.raises(RequestError, match="must be an object") as caught:
         parse_request(Endpoint.CHAT, body)
     assert caught.value.param is None
-
-
-# Text that is no Unicode
-
-
-def test_a_lone_surrogate_becomes_a_replacement_character() -> None:
-    messages = [{"role": "user", "content": "a\ud800b"}]
-    request = chat(messages=messages, stop="\udfff", model="m\udc00")
-    assert request.template_messages()[0]["content"] == "a\ufffdb"
-    assert request.stop_strings == ("\ufffd",)
-    assert request.model == "m\ufffd"
-    assert messages == [{"role": "user", "content": "a\ud800b"}]
-
-
-def test_a_surrogate_in_a_field_name_is_no_crash() -> None:
-    assert chat_refusal(**{"x\ud800": 1}).param == "x\ufffd"
-    assert turn_refusal(role="user", content="x", **{"y\ud800": 1}).param == "messages.0.y\ufffd"
-
-
-def test_a_pair_of_surrogates_is_the_character_they_mean() -> None:
-    assert replace_surrogates(["\ud83d\ude00", {"k\ud800": 1}]) == ["\U0001f600", {"k\ufffd": 1}]
-
-
-def test_a_value_without_surrogates_is_not_copied() -> None:
-    value = {"a": ["ä", "\U0001f600", 1, None]}
-    assert replace_surrogates(value) is value
-
-
-@pytest.mark.parametrize("leaf", ["x", "\ud800"])
-def test_a_body_nested_too_deep_is_refused(leaf: str) -> None:
-    value: Any = leaf
-    for _ in range(63):
-        value = [value]
-    assert chat(metadata=value) == chat()
-    assert "deeper than 64" in str(chat_refusal(metadata=[value]))
-
-
-def test_a_deep_body_with_a_surrogate_first_is_refused_too() -> None:
-    deep: Any = []
-    for _ in range(5_000):
-        deep = [deep]
-    assert "deeper than 64" in str(chat_refusal(user="\ud800", metadata=deep))
-
-
-# JSON
-
-
-def test_json_is_read_as_it_stands() -> None:
-    value = {"a": [1, 2.5, None, True, "ä\u2028"]}
-    assert load_json(json.dumps(value)) == value
-    assert load_json(json.dumps(value, ensure_ascii=False)) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "at character 2"),
-        ("", "not valid JSON"),
-        ("NaN", "NaN is no JSON number"),
-        ("[-Infinity]", "-Infinity is no JSON number"),
-        ("1e999", "1e999 is out of range"),
-        ("1" * 5000, "too many digits"),
-        ("[" * 65 + "]" * 65, "deeper than 64"),
-        ("[" * 100_000, "deeper than 64"),
-    ],
-)
-def test_what_is_no_json_says_why(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        load_json(text)

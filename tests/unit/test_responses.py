@@ -9,6 +9,7 @@ import pytest
 from queue_service.errors import LineError, RequestError
 from queue_service.requests import Endpoint, parse_request
 from queue_service.responses import (
+    Choice,
     FinishReason,
     Usage,
     completion_body,
@@ -29,8 +30,7 @@ def body(endpoint: Endpoint, text: str = "an answer") -> dict[str, Any]:
         job_id=JOB,
         model="smollm2-135m",
         created=1_700_000_000,
-        text=text,
-        finish_reason=FinishReason.LENGTH,
+        choices=[Choice(text, FinishReason.LENGTH, completion_tokens=3)],
         usage=Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=5),
         fingerprint="fp_x",
     )

@@ -50,6 +50,19 @@ def tiny_hf(
     )
 
 
+@given(text=st.text())
+def test_the_bytes_of_tokens_join_to_the_text(smollm: Tokenizer, text: str) -> None:
+    ids = smollm.encode(text, add_special_tokens=False)
+    joined = b"".join(smollm.token_bytes(token_id) for token_id in ids)
+    assert joined.decode("utf-8", "replace") == smollm.decode(ids, skip_special_tokens=False)
+
+
+def test_a_token_without_bytes_of_its_own_has_its_name_or_nothing(smollm: Tokenizer) -> None:
+    [end] = smollm.encode("<|im_end|>", add_special_tokens=False)
+    assert smollm.token_bytes(end) == b"<|im_end|>"
+    assert smollm.token_bytes(smollm.vocab_size + 5) == b""
+
+
 @pytest.mark.parametrize(
     ("text", "ids"),
     [

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO, TypedDict
 
 from redis import Redis
@@ -23,6 +23,7 @@ from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from queue_service.responses import fingerprint
 from queue_service.settings import WorkerSettings
 from workers.aftercare import Aftercare
+from workers.answer_forms import AnswerForms
 from workers.child_settings import ChildSettings
 from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
 from workers.generation import EngineParts, GenerationThread
@@ -32,6 +33,7 @@ from workers.model_info import ModelInfo
 from workers.outcomes import OutcomeWriter
 from workers.preparation import Limits, Preparer, PromptEncoder
 from workers.rq_worker import BatchWorker, EngineFailed, ResultQueue
+from workers.sampling import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ class ServedModel:
         parts: what the engine thread works with.
         encoder: renders and tokenises; used by the preparation threads.
         versions: of the libraries whose change may change the output.
+        forms: what is known of the model's answers.
+        sampling_defaults: what a request gets that does not say.
         log_lines: what a person should know about device and weights.
     """
 
@@ -53,6 +57,8 @@ class ServedModel:
     encoder: PromptEncoder
     info: ModelInfo
     versions: str
+    forms: AnswerForms = field(default_factory=AnswerForms)
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     log_lines: tuple[str, ...] = ()
 
 
@@ -225,6 +231,8 @@ def _preparer(settings: ChildSettings, served: ServedModel) -> Preparer:
         served.encoder,
         limits,
         model=served.info.name,
+        forms=served.forms,
+        defaults=served.sampling_defaults,
         allowed_callbacks=frozenset(settings.worker.callbacks),
     )
 

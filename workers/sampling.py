@@ -60,6 +60,24 @@ class SamplingPlan:
         return self.temperature == 0
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets that does not say: the model's own wishes, else these.
+
+    Raises:
+        ValueError: a number is outside its range; see `SamplingPlan`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        SamplingPlan(self.temperature, self.top_p, 0, top_k=self.top_k, min_p=self.min_p)
+
+
 def default_seed(job_id: str, generation: int, choice: int) -> int:
     """Return the seed of a choice whose request names none: 63 bits.
 

@@ -92,6 +92,24 @@ class Tokenizer:
         # borrowed" in another thread); every later call only reads it.
         self.encode("", add_special_tokens=False)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's template as text; None when it has none or it is code."""
+        template = self._hf.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        return template if isinstance(template, str) else None
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token with its id."""
+        return dict(self._hf.get_vocab())
+
+    @property
+    def added_vocabulary(self) -> Mapping[str, int]:
+        """The tokens that are matched in text before any other, with their ids."""
+        return dict(self._hf.get_added_vocab())
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``; ``add_special_tokens`` puts the model's BOS in front.
 

@@ -15,9 +15,9 @@ from queue_service.payload import Encoding, encode_call
 from queue_service.requests import Endpoint
 from tests.fakes import CONTEXT, EOS, VOCABULARY, FakeTokenizer
 from tests.harness import chat_body, make_claimed
-from workers.preparation import Limits, Preparer, SamplingDefaults, timeout_seconds
+from workers.preparation import Limits, Preparer, timeout_seconds
 from workers.requests import PreparedRequest
-from workers.sampling import default_seed
+from workers.sampling import SamplingDefaults, default_seed
 
 
 def make_preparer(**limits: int) -> Preparer:

@@ -56,7 +56,7 @@ TURNS = st.fixed_dictionaries(
         "refusal": st.none(),
     },
 )
-TOOLS = st.lists(
+TOOLS: st.SearchStrategy[list[Any]] = st.lists(
     st.fixed_dictionaries(
         {
             "type": st.just("function"),
@@ -81,7 +81,7 @@ SCHEMAS = st.sampled_from(
         {"type": "object", "properties": {"a": {"enum": ["x", None]}}, "required": ["a"]},
     ]
 )
-FORMATS = st.one_of(
+FORMATS: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
     st.fixed_dictionaries(
         {
@@ -93,7 +93,7 @@ FORMATS = st.one_of(
         }
     ),
 )
-STRUCTURES = st.one_of(
+STRUCTURES: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.fixed_dictionaries({"json": SCHEMAS | SCHEMAS.map(json.dumps)}),
     st.fixed_dictionaries({"regex": st.sampled_from(["a", "[0-9]{2,4}", "(x|y)*z"])}),
     st.fixed_dictionaries({"choice": st.lists(IDENTIFIERS, min_size=1, max_size=4)}),
@@ -148,16 +148,17 @@ def valid_bodies(draw: st.DrawFn, endpoint: Endpoint) -> dict[str, Any]:
     fields = {**SHARED_FIELDS, **OWN_FIELDS[endpoint]}
     chosen = draw(st.sets(st.sampled_from(sorted(fields))))
     body = {name: draw(st.none() | fields[name]) for name in sorted(chosen)}
-    form = draw(st.sampled_from([None, ("response_format", FORMATS)]))
-    form = draw(st.sampled_from([form, ("structured_outputs", STRUCTURES)]))
+    forms = {"response_format": FORMATS, "structured_outputs": STRUCTURES}
+    form = draw(st.none() | st.sampled_from(sorted(forms)))
     if form is not None:
-        body[form[0]] = draw(form[1])
+        body[form] = draw(forms[form])
     if endpoint is Endpoint.COMPLETIONS:
         body["prompt"] = draw(PROMPTS)
         if draw(st.booleans()):
             body["best_of"] = body.get("n") or 1
         return body
-    body["messages"] = draw(st.lists(TURNS, min_size=1, max_size=3))
+    messages: list[Any] = draw(st.lists(TURNS, min_size=1, max_size=3))
+    body["messages"] = messages
     body["tools"] = draw(TOOLS)
     choices: list[Any] = ["none", "auto", None]
     if body["tools"]:
@@ -166,7 +167,7 @@ def valid_bodies(draw: st.DrawFn, endpoint: Endpoint) -> dict[str, Any]:
     body["tool_choice"] = draw(st.sampled_from(choices))
     if body.get("logprobs"):
         body["top_logprobs"] = draw(st.none() | st.integers(0, 20))
-    if body["messages"][-1]["role"] == "assistant" and not body.get("add_generation_prompt"):
+    if messages[-1]["role"] == "assistant" and not body.get("add_generation_prompt"):
         body["continue_final_message"] = draw(st.booleans())
     return body
 

@@ -12,7 +12,7 @@ from tests.request_helpers import chat, chat_refusal
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
 
 
-def tool(name: str = "f", **function: Any) -> dict[str, Any]:
+def tool(name: Any = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
@@ -31,7 +31,7 @@ def test_the_template_gets_tools_as_they_were_given() -> None:
 
 
 def test_null_in_a_tool_is_the_same_as_nothing() -> None:
-    nulls = {"description": None, "parameters": None, "strict": None}
+    nulls: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
     assert chat(tools=[tool(**nulls)]).tools_for_template() == [tool()]
 
 
@@ -97,6 +97,21 @@ def test_the_tool_choice_is_auto_with_tools_and_none_without(
     assert chat(**fields).tool_choice == choice
 
 
+NO_CHOICES: list[Any] = [
+    "any",
+    7,
+    True,
+    [],
+    {},
+    {"type": "function"},
+    {"type": "function", "function": "f"},
+    {"type": "function", "function": {"name": 7}},
+    {"type": "function", "function": {"name": "f", "mood": 1}},
+    {**named("f"), "mood": 1},
+    {"type": "allowed_tools", "function": {"name": "f"}},
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -109,19 +124,7 @@ def test_the_tool_choice_is_auto_with_tools_and_none_without(
         ),
         *(
             ({"tools": [tool()], "tool_choice": choice}, "tool_choice", "must be 'none', 'auto'")
-            for choice in (
-                "any",
-                7,
-                True,
-                [],
-                {},
-                {"type": "function"},
-                {"type": "function", "function": "f"},
-                {"type": "function", "function": {"name": 7}},
-                {"type": "function", "function": {"name": "f", "mood": 1}},
-                {**named("f"), "mood": 1},
-                {"type": "allowed_tools", "function": {"name": "f"}},
-            )
+            for choice in NO_CHOICES
         ),
     ],
 )

@@ -7,7 +7,8 @@ new rows take free slots, and a row that leaves just gives its slot back; nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ _STEP_BEYOND = 2048
 # layer, fewer make less memory wait for rows.
 _COLUMNS_PER_BLOCK = 4096
 _MOST_SLOTS = 16
+_FEWEST_SLOTS = 4
 
 
 def capacity_for(num_tokens: int) -> int:
@@ -237,17 +239,24 @@ class BlockStore:
         if block.num_rows == 0:
             self.blocks.remove(block)
 
-    def seat(self, row_id: str) -> None:
-        """See that a row lies in a block, in a slot with room for one more token."""
-        if row_id in self.slots:
-            block, slot = self.slots[row_id]
-            if block.lengths[slot] < block.capacity:
-                return
-            row = block.take(slot)
-            self.drop(row_id)
-        else:
-            row = self.alone.pop(row_id)
-        self._place(row_id, row)
+    def seat(self, row_ids: Iterable[str]) -> None:
+        """See that rows lie in blocks, each in a slot with room for one more token."""
+        moving = [row_id for row_id in row_ids if not self._has_seat(row_id)]
+        capacities = Counter(capacity_for(self.length(row_id) + 1) for row_id in moving)
+        for row_id in moving:
+            if row_id in self.slots:
+                block, slot = self.slots[row_id]
+                row = block.take(slot)
+                self.drop(row_id)
+            else:
+                row = self.alone.pop(row_id)
+            capacity = capacity_for(row.num_tokens + 1)
+            self._place(row_id, row, capacity, capacities[capacity])
+            capacities[capacity] -= 1
+
+    def _has_seat(self, row_id: str) -> bool:
+        place = self.slots.get(row_id)
+        return place is not None and place[0].lengths[place[1]] < place[0].capacity
 
     def clear(self) -> None:
         """Forget every row."""
@@ -255,21 +264,21 @@ class BlockStore:
         self.slots.clear()
         self.blocks.clear()
 
-    def _place(self, row_id: str, row: RowKV) -> None:
-        capacity = capacity_for(row.num_tokens + 1)
-        num_slots = max(1, min(_MOST_SLOTS, _COLUMNS_PER_BLOCK // capacity))
-        if num_slots == 1 and row.capacity == capacity:
+    def _place(self, row_id: str, row: RowKV, capacity: int, num_coming: int) -> None:
+        most_slots = max(1, min(_MOST_SLOTS, _COLUMNS_PER_BLOCK // capacity))
+        if most_slots == 1 and row.capacity == capacity:
             # Alone in a block: the row's own arrays become the block.
             block = Block(row.keys, row.values, [row_id], [row.num_tokens])
             self.blocks.append(block)
             self.slots[row_id] = (block, 0)
             return
-        block, slot = self._free_slot(capacity, num_slots)
+        block, slot = self._free_slot(capacity, min(most_slots, max(num_coming, _FEWEST_SLOTS)))
         block.put(slot, row_id, row)
         self.slots[row_id] = (block, slot)
         self._note_peak()
 
     def _free_slot(self, capacity: int, num_slots: int) -> tuple[Block, int]:
+        """Return a free slot, if need be in a new block of so many slots."""
         for block in self.blocks:
             if block.capacity == capacity and None in block.owners:
                 return block, block.owners.index(None)

@@ -339,8 +339,7 @@ class PackedRunner:
 
     def arrange(self, row_ids: Sequence[str]) -> list[str]:
         """Seat rows for the next `decode`; return them in the order that its tokens must have."""
-        for row_id in row_ids:
-            self.store.seat(row_id)
+        self.store.seat(row_ids)
         wanted = set(row_ids)
         return [
             owner

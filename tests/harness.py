@@ -109,6 +109,7 @@ def make_request(
     token_limit: int = 4096,
     sampling: SamplingPlan = _GREEDY,
     num_choices: int = 1,
+    priority: int = 0,
     stop_strings: tuple[str, ...] = (),
     stream: bool = False,
 ) -> PreparedRequest:
@@ -121,6 +122,7 @@ def make_request(
         samplings=(sampling,) * num_choices,
         stop_strings=stop_strings,
         stop_ids=frozenset({EOS}),
+        priority=priority,
         stream=stream,
         encoding=Encoding.JSON,
     )

@@ -345,7 +345,10 @@ class BatchEngine:
 
     def _schedule(self, row: _Row) -> None:
         self._scheduler.add(
-            row.request.row_id, num_tokens=len(row.tokens), token_limit=row.tokens_left
+            row.request.row_id,
+            num_tokens=len(row.tokens),
+            token_limit=row.tokens_left,
+            priority=row.request.priority,
         )
 
     def _make_room(self, row: _Row) -> None:

@@ -62,6 +62,7 @@ class RowRequest:
         matcher: what the tokens must follow; the row's own.
         num_top_logprobs: log-probabilities wanted beside the token's own; None for none at all.
         prompt_of: another row whose prompt is the same and is prefilled for both.
+        priority: among the rows that wait for room, higher goes first.
     """
 
     row_id: str
@@ -73,6 +74,7 @@ class RowRequest:
     matcher: TokenMatcher | None = None
     num_top_logprobs: int | None = None
     prompt_of: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,9 +155,14 @@ class GenerationThread:
 
     def _receive(self, *, idle: bool) -> None:
         if idle and not self._waiting:
-            self._waiting.extend(self._inbox.get() or ())
+            self._wait_in_line(self._inbox.get() or ())
         while not self._inbox.empty():
-            self._waiting.extend(self._inbox.get() or ())
+            self._wait_in_line(self._inbox.get() or ())
+
+    def _wait_in_line(self, requests: Sequence[PreparedRequest]) -> None:
+        self._waiting.extend(requests)
+        if any(request.priority for request in self._waiting):
+            self._waiting.sort(key=lambda request: -request.priority)  # stable: FIFO within one
 
     def _take_cancelled(self) -> set[str]:
         cancelled: set[str] = set()

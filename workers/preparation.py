@@ -130,6 +130,7 @@ class Preparer:
             rules=self._rules(request),
             form=form,
             num_top_logprobs=request.num_top_logprobs,
+            priority=request.priority,
         )
 
     def _check_followers(self, claimed: Claimed) -> None:

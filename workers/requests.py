@@ -45,6 +45,7 @@ class PreparedRequest:
         rules: what logits go through before a token is drawn.
         form: what the answers consist of, and what their tokens must follow.
         num_top_logprobs: log-probabilities wanted beside each token's own; None for none at all.
+        priority: among the requests that a worker holds, higher goes first.
     """
 
     claimed: Claimed
@@ -59,6 +60,7 @@ class PreparedRequest:
     rules: LogitRules = NO_RULES
     form: AnswerForm = PLAIN_TEXT
     num_top_logprobs: int | None = None
+    priority: int = 0
 
     @property
     def execution_id(self) -> str:
@@ -96,6 +98,7 @@ class PreparedRequest:
                     matcher=self.form.matcher(decoder),
                     num_top_logprobs=self.num_top_logprobs,
                     prompt_of=self.row_id(first) if choice != first else None,
+                    priority=self.priority,
                 )
             )
         return rows

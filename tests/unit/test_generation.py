@@ -132,6 +132,36 @@ def test_rows_beyond_the_limit_wait_for_their_turn(make_bench: Callable[[int], B
     assert bench.thread.num_rows == 0
 
 
+def test_a_request_of_higher_priority_goes_before_those_that_wait(
+    make_bench: Callable[[int], Bench],
+) -> None:
+    bench = make_bench(1)
+    bench.submit("running", LONG_TEXT)
+    bench.wait_for_tokens("running")
+    bench.submit("first", "a")
+    bench.submit("urgent", "b", priority=5)
+    bench.submit("second", "c")
+    bench.thread.cancel(["running"])
+    bench.wait_for_end("second")
+    assert bench.sink.begun == ["running", "urgent", "first", "second"]
+
+
+def test_choices_of_a_request_end_together(bench: Bench) -> None:
+    bench.submit("a", "abc", num_choices=3)
+    generated = bench.wait_for_end("a")
+    assert [choice.text for choice in generated.choices] == ["abc"] * 3
+    assert bench.sink.token_ids["a/2"] == list(b"abc")
+    assert bench.thread.num_rows == 0
+
+
+def test_a_failed_choice_fails_its_request_and_frees_the_others(bench: Bench) -> None:
+    bench.submit("neighbour", "n" * 50)
+    bench.submit("lost", "lost", num_choices=2)
+    assert bench.wait_for_end("neighbour").choices[0].text == "n" * 50
+    assert "lost" in bench.sink.failed
+    assert not bench.engine.has_work
+
+
 def test_a_stop_string_ends_a_row_and_frees_it(make_bench: Callable[[int], Bench]) -> None:
     bench = make_bench(1)
     bench.submit("a", f"hello STOP {LONG_TEXT}", stop_strings=("STOP",))

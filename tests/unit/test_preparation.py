@@ -181,3 +181,87 @@ def test_rqs_unasked_timeout_is_no_timeout(timeout: str, expected: int | None) -
 
 def test_a_job_without_a_timeout_has_none() -> None:
     assert timeout_seconds(make_claimed()) is None
+
+
+# --- what a request may ask for ---
+
+
+def prepare_text(**fields: Any) -> PreparedRequest:
+    return make_preparer().prepare(claimed_call(tasks.COMPLETION, fields))
+
+
+def refused_field(**fields: Any) -> str | None:
+    return refusal(claimed_call(tasks.CHAT, chat_body("x", **fields))).param
+
+
+def test_every_choice_has_a_seed_of_its_own() -> None:
+    seeded = prepare_chat(n=3, seed=40).samplings
+    assert [plan.seed for plan in seeded] == [40, 41, 42]
+    unseeded = prepare_chat(n=3).samplings
+    assert [plan.seed for plan in unseeded] == [default_seed("job", 0, i) for i in range(3)]
+
+
+def test_several_prompts_have_their_choices_one_after_the_other() -> None:
+    request = prepare_text(prompt=["ab", "c"], n=2, max_tokens=5)
+    rows = request.rows(FakeTokenizer())
+    assert [bytes(row.prompt_ids) for row in rows] == [b"ab", b"ab", b"c", b"c"]
+    assert [row.prompt_of for row in rows] == [None, rows[0].row_id, None, rows[2].row_id]
+    assert request.num_prompt_tokens == 3
+
+
+def test_samplers_come_from_the_request_and_then_from_the_model() -> None:
+    [plan] = prepare_chat(top_k=5, min_p=0.1, xtc_probability=0.5, xtc_threshold=0.2).samplings
+    assert (plan.top_k, plan.min_p, plan.xtc_probability, plan.xtc_threshold) == (5, 0.1, 0.5, 0.2)
+    assert plan.temperature == 0.6
+
+
+def test_rules_of_a_row_come_from_the_request() -> None:
+    rules = prepare_chat(
+        logit_bias={"7": 2, "3": -100},
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+        repetition_penalty=1.2,
+        min_tokens=4,
+    ).rules
+    assert rules.bias == ((3, -100.0), (7, 2.0))
+    assert (rules.frequency_penalty, rules.presence_penalty) == (0.5, 0.25)
+    assert (rules.repetition_penalty, rules.min_tokens) == (1.2, 4)
+
+
+def test_what_ends_an_answer_can_be_more_or_less_than_its_end() -> None:
+    assert prepare_chat().stop_ids == {EOS}
+    assert prepare_chat(stop_token_ids=[5]).stop_ids == {EOS, 5}
+    assert prepare_chat(stop_token_ids=[5], ignore_eos=True).stop_ids == {5}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logit_bias", {str(VOCABULARY): 1}), ("stop_token_ids", [VOCABULARY])],
+)
+def test_a_token_outside_the_vocabulary_is_refused_by_its_field(field: str, value: Any) -> None:
+    assert refused_field(**{field: value}) == field
+
+
+def test_the_prompt_is_echoed_where_it_is_asked_for() -> None:
+    assert prepare_text(prompt="ab", echo=True).prompts[0].echo == "ab"
+    assert prepare_text(prompt=[97, 98], echo=True).prompts[0].echo == "ab"
+    claimed = claimed_call(tasks.COMPLETION, {"prompt": "ab", "echo": True, "logprobs": 1})
+    assert refusal(claimed).param == "echo"
+
+
+def test_a_model_without_tools_refuses_them() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert refused_field(tools=[tool]) == "tools"
+    assert prepare_chat(tools=[tool], tool_choice="none").form.tools is None
+
+
+def test_a_form_that_nobody_can_enforce_is_refused() -> None:
+    assert refused_field(response_format={"type": "json_object"}) == "response_format"
+
+
+def test_a_thinking_budget_needs_a_model_that_thinks() -> None:
+    assert refused_field(thinking_budget=5) == "thinking_budget"
+
+
+def test_priority_reaches_the_rows() -> None:
+    assert [row.priority for row in prepare_chat(priority=7).rows(FakeTokenizer())] == [7]

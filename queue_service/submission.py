@@ -18,7 +18,7 @@ from queue_service import keys
 from queue_service.batch_file import BatchFile, BatchLine, digest_file, read_batch
 from queue_service.batches import Batch, Batches, Status
 from queue_service.errors import BatchConflict, BatchFileError, LineError
-from queue_service.payload import encode_call
+from queue_service.payload import encode_call, json_bytes
 from queue_service.requests import Endpoint
 from queue_service.scripts import Arg, Scripts
 from queue_service.settings import RetentionSettings, SubmitSettings
@@ -284,7 +284,7 @@ def _line_args(line: BatchLine | LineError, batch_id: str, options: SubmitOption
     return [
         line.line,
         custom_id,
-        json.dumps(meta, ensure_ascii=False),
+        json_bytes(meta),
         encode_call(line.endpoint.function, line.body),
         "",
     ]

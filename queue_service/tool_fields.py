@@ -81,13 +81,17 @@ def _distinct(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
 Tools = Annotated[tuple[Tool, ...], Field(strict=False), AfterValidator(_distinct)]
 
 
+AUTO = ToolChoice(ToolChoiceMode.AUTO)
+_NONE = ToolChoice(ToolChoiceMode.NONE)
+
+
 def _tool_choice(value: Any, info: ValidationInfo) -> ToolChoice:
     choice = value if isinstance(value, ToolChoice) else _parsed_choice(value)
     tools: tuple[Tool, ...] | None = info.data.get("tools")
     if tools is None:  # refused already
         return choice
     if choice.mode is ToolChoiceMode.AUTO and not tools:
-        return ToolChoice(ToolChoiceMode.NONE)
+        return _NONE
     if choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED) and not tools:
         refuse("asks for a tool call, but there are no 'tools'")
     if choice.name is not None and choice.name not in {tool.function.name for tool in tools}:
@@ -107,4 +111,3 @@ def _parsed_choice(value: Any) -> ToolChoice:
 
 # For a field after one called `tools`, which it is checked against; without tools, auto is none.
 ToolChoiceField = Annotated[ToolChoice, BeforeValidator(_tool_choice), Field(validate_default=True)]
-AUTO = ToolChoice(ToolChoiceMode.AUTO)

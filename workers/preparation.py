@@ -200,6 +200,8 @@ class Preparer:
         return min(wanted, room, self._limits.ceiling_tokens or room)
 
     def _stop_ids(self, request: Request) -> frozenset[int]:
+        if not request.stop_token_ids and not request.ignore_eos:
+            return self._limits.eos_token_ids
         self._check_ids(request.stop_token_ids, "stop_token_ids")
         own = frozenset() if request.ignore_eos else self._limits.eos_token_ids
         return own | frozenset(request.stop_token_ids)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from queue_service.errors import RequestError
 
@@ -160,6 +160,12 @@ class Tokenizer:
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes([int(byte[1], 16)])
         return token.replace(_WORD_START, " ").encode("utf-8", "replace")
+
+    def to_json(self) -> str | None:
+        """Return the whole tokenizer as the text of a tokenizer.json; None if it is other code."""
+        if not isinstance(self._hf, PreTrainedTokenizerFast):
+            return None
+        return str(self._hf.backend_tokenizer.to_str())
 
     def render_chat(
         self,

@@ -71,6 +71,7 @@ class Choice:
         text: what is no reasoning and no tool call.
         completion_tokens: all of its tokens, those of reasoning and calls too.
         logprobs: one entry a completion token, None when nobody asked.
+        is_cut: the limit or a stop string ended it, not the model.
     """
 
     text: str
@@ -80,6 +81,7 @@ class Choice:
     reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    is_cut: bool = False
 
     def to_body(self, endpoint: Endpoint, index: int) -> dict[str, Any]:
         """Return the choice in the shape of its endpoint."""

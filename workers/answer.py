@@ -96,6 +96,7 @@ class ChoiceBuilder:
             reasoning_tokens=self._num_reasoning_tokens,
             tool_calls=calls,
             logprobs=tuple(self._logprobs) if self._logprobs else None,
+            is_cut=self._text.is_cut,
         )
 
     def _described(self, token: Token) -> TokenLogprob:

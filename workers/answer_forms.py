@@ -15,7 +15,7 @@ from queue_service import constraints
 from queue_service.constraints import Constraint
 from queue_service.errors import RequestError
 from queue_service.requests import ChatRequest, CompletionRequest
-from queue_service.responses import ToolCall
+from queue_service.responses import Choice, ToolCall
 from queue_service.tool_fields import ToolChoiceMode
 from workers.engine import TokenMatcher
 from workers.reasoning import (
@@ -52,6 +52,9 @@ class Compiled(Protocol):
 
     def matcher(self) -> TokenMatcher:
         """Return the state of a new row."""
+
+    def check(self, text: str) -> str | None:
+        """Return what is wrong with a finished text, None when nothing is."""
 
 
 class Compiler(Protocol):
@@ -107,6 +110,12 @@ class AnswerForm:
         return _AfterReasoning(
             inner, budget, splitter, IncrementalDetokenizer(decoder, skip_special_tokens=False)
         )
+
+    def check(self, choice: Choice) -> str | None:
+        """Return what is wrong with a choice that should follow a constraint, None for nothing."""
+        if self.compiled is None or choice.is_cut or choice.tool_calls:
+            return None
+        return self.compiled.check(choice.text)
 
     def _reasoning_splitter(self) -> ReasoningSplitter | None:
         if self.reasoning is None:

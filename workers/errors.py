@@ -43,6 +43,13 @@ class InvalidLogits(QsvcError):
         )
 
 
+class InvalidAnswer(QsvcError):
+    """An answer that should follow a constraint does not."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the answer does not follow its constraint: {reason}")
+
+
 class InsufficientMemory(QsvcError):
     """A row needs more memory for its keys and values than the worker has for all rows."""
 

@@ -6,11 +6,18 @@ import logging
 import os
 import sys
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from queue_service.settings import WorkerSettings
+from workers.answer_forms import AnswerForms, Compiler
 from workers.blas import load_blas
 from workers.child import ServedModel, run_child
 from workers.generation import EngineParts
+from workers.reasoning import find_format
+from workers.tool_calls import find_tool_format
+
+if TYPE_CHECKING:
+    from workers.tokenizer import Tokenizer
 
 
 def load(settings: WorkerSettings) -> ServedModel:
@@ -23,6 +30,7 @@ def load(settings: WorkerSettings) -> ServedModel:
     from workers.pace import PrefillPace
     from workers.scheduler import Policy
     from workers.self_test import choose_runner
+    from workers.structured import ConstraintCompiler
 
     loaded = load_model(settings.model or "", dtype=settings.dtype)
     memory = plan_memory(model_bytes=loaded.num_bytes, kv_bytes=settings.kv_memory)
@@ -49,7 +57,30 @@ def load(settings: WorkerSettings) -> ServedModel:
         encoder=loaded.tokenizer,
         info=loaded.info,
         versions=versions,
+        forms=answer_forms(
+            loaded.tokenizer,
+            ConstraintCompiler(
+                loaded.tokenizer,
+                vocab_size=loaded.info.vocab_size,
+                eos_token_ids=loaded.info.eos_token_ids,
+            ),
+        ),
+        sampling_defaults=loaded.sampling_defaults,
         log_lines=tuple(line for line in (blas, line) if line),
+    )
+
+
+def answer_forms(tokenizer: Tokenizer, compiler: Compiler) -> AnswerForms:
+    """Return what a model's tokenizer and template tell of its answers."""
+    template, vocabulary = tokenizer.chat_template, tokenizer.vocabulary
+    reasoning = find_format(template, vocabulary)
+    closing = "" if reasoning is None else reasoning.closing_text
+    return AnswerForms(
+        reasoning=reasoning,
+        tool_format=find_tool_format(template, vocabulary),
+        compiler=compiler,
+        closing_ids=tuple(tokenizer.encode(closing, add_special_tokens=False)),
+        added_tokens=tokenizer.added_vocabulary,
     )
 
 

@@ -14,6 +14,7 @@ from queue_service.responses import Usage, completion_body
 from queue_service.settings import RetentionSettings
 from workers.errors import (
     InsufficientMemory,
+    InvalidAnswer,
     InvalidLogits,
     Stopped,
     TimedOut,
@@ -31,6 +32,7 @@ _CODES: Mapping[type[Exception], tuple[str, int]] = {
     WorkerLost: ("worker_lost", 500),
     TransientError: ("unavailable", 503),
     InvalidLogits: ("invalid_logits", 500),
+    InvalidAnswer: ("invalid_answer", 500),
     InsufficientMemory: ("insufficient_memory", 507),
 }
 
@@ -56,9 +58,12 @@ class OutcomeWriter:
 
     def outcome(self, result: Result) -> Outcome:
         """Return what to write for a result."""
-        if isinstance(result, Generated):
-            return self._answered(result)
-        return self._refused(result)
+        if isinstance(result, Refused):
+            return self._refused(result)
+        wrong = next(filter(None, map(result.request.form.check, result.choices)), None)
+        if wrong is not None:
+            return self._refused(Refused(result.claimed, InvalidAnswer(wrong)))
+        return self._answered(result)
 
     def _answered(self, result: Generated) -> Outcome:
         request, now = result.request, self._clock()

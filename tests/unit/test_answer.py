@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +144,17 @@ class Digits:
 class CompiledDigits:
     def matcher(self) -> TokenMatcher:
         return Digits()
+
+    def check(self, text: str) -> str | None:
+        return None if text.isdigit() else "it has no digits"
+
+
+def test_a_whole_answer_is_checked_and_a_cut_one_is_not() -> None:
+    form = AnswerForm(compiled=CompiledDigits())
+    whole = Choice("12x", FinishReason.STOP, completion_tokens=3)
+    assert form.check(whole) == "it has no digits"
+    assert form.check(replace(whole, is_cut=True)) is None
+    assert PLAIN_TEXT.check(whole) is None
 
 
 def allowed(matcher: TokenMatcher) -> set[int]:

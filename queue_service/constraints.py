@@ -21,7 +21,7 @@ from queue_service.errors import RequestError
 MAX_SOURCE_BYTES = 64 * 1024
 MAX_SUBSCHEMAS = 1000
 MAX_CHOICES = 1000
-MAX_SCHEMA_DEPTH = 128
+MAX_SCHEMA_DEPTH = 100
 
 SUPPORTED_FORMATS = frozenset(
     {
@@ -183,6 +183,7 @@ class _SchemaReader:
 
     def __init__(self) -> None:
         self._places: dict[str, Any] = {}
+        self._num_parts = 0
         self._references: list[tuple[str, str]] = []
 
     def read(self, schema: Mapping[str, Any]) -> Any:
@@ -197,8 +198,7 @@ class _SchemaReader:
         return canonical
 
     def _schema(self, schema: Any, place: str) -> Any:
-        if len(self._places) >= MAX_SUBSCHEMAS:
-            raise _Unenforceable(f"the schema has more than {MAX_SUBSCHEMAS} subschemas")
+        self._count_one()
         if isinstance(schema, bool):
             self._places[place] = schema
             return schema
@@ -221,6 +221,13 @@ class _SchemaReader:
             canonical[keyword] = read(self, value, at)
         _check_min_properties(canonical, place)
         return canonical
+
+    def _count_one(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_SUBSCHEMAS:
+            raise _Unenforceable(
+                f"the schema has more than {MAX_SUBSCHEMAS} subschemas, objects and lists"
+            )
 
     def _schemas_by_name(self, value: Any, at: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -262,10 +269,23 @@ class _SchemaReader:
     def _enum(self, value: Any, at: str) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise _Unenforceable(f"{at} must be a list of one value or more")
-        return [_literal(item, at) for item in value]
+        return [self._literal(item, at) for item in value]
 
-    def _const(self, value: Any, at: str) -> Any:
-        return _literal(value, at)
+    def _literal(self, value: Any, at: str) -> Any:
+        """Return a value of ``enum`` or ``const`` in its canonical spelling."""
+        if isinstance(value, bool) or value is None:
+            return value
+        if isinstance(value, str):
+            _check_writable(value, at)
+            return value
+        if isinstance(value, int | float):
+            return _exact(value, at)
+        self._count_one()
+        if isinstance(value, list):
+            return [self._literal(item, at) for item in value]
+        for name in value:
+            _check_writable(name, at)
+        return {name: self._literal(item, at) for name, item in value.items()}
 
     def _required(self, value: Any, at: str) -> list[str]:
         if not isinstance(value, list) or any(not isinstance(name, str) for name in value):
@@ -340,7 +360,7 @@ _KEYWORDS: Mapping[str, Callable[[_SchemaReader, Any, str], Any]] = {
     "additionalProperties": _SchemaReader._schema,
     "allOf": _SchemaReader._schema_list,
     "anyOf": _SchemaReader._schema_list,
-    "const": _SchemaReader._const,
+    "const": _SchemaReader._literal,
     "definitions": _SchemaReader._schemas_by_name,
     "enum": _SchemaReader._enum,
     "exclusiveMaximum": _SchemaReader._number,
@@ -427,22 +447,6 @@ def _check_min_properties(schema: Mapping[str, Any], place: str) -> None:
             f"the minProperties at {place} cannot be enforced: a name may come twice; name what "
             "must be there in required"
         )
-
-
-def _literal(value: Any, at: str) -> Any:
-    """Return a value of ``enum`` or ``const`` in its canonical spelling."""
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, str):
-        _check_writable(value, at)
-        return value
-    if isinstance(value, int | float):
-        return _exact(value, at)
-    if isinstance(value, list):
-        return [_literal(item, at) for item in value]
-    for name in value:
-        _check_writable(name, at)
-    return {name: _literal(item, at) for name, item in value.items()}
 
 
 def _check_writable(text: str, at: str) -> None:

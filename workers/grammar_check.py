@@ -77,8 +77,10 @@ def find_fault(grammar: str, *, is_json: bool) -> str | None:
 
 
 def first_line(error: str) -> str:
-    """Return what the compiler says is wrong, without the places and traces below it."""
-    return error.strip().partition("\n")[0][:300]
+    """Return what the compiler says is wrong in one line, without the trace below it."""
+    first, *others = error.strip().split("\n")
+    told = next((line for line in others if line.startswith("error: ")), "")
+    return f"{first[:300]} {told[:100]}".strip()
 
 
 class _Bytes:
@@ -97,10 +99,12 @@ def _compile(grammar: str, limits: LLParserLimits) -> None:
     # The alarm's default action ends this process, in whatever code it is.
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
     matcher = LLMatcher(byte_tokenizer(), grammar, limits=limits, log_level=0)
-    if not matcher.is_error():
+    fault = first_line(matcher.get_error())
+    if not fault:
+        # The first token costs most. What is wrong with it depends on the model's own tokens.
         matcher.compute_bitmask()
     signal.setitimer(signal.ITIMER_PROF, 0)
-    sys.stdout.buffer.write(first_line(matcher.get_error()).encode())
+    sys.stdout.buffer.write(fault.encode())
     sys.stdout.flush()
 
 

@@ -33,7 +33,7 @@ _JSON_KINDS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA}
 _JSON_ESCAPES = 'nrbtf\\"'
 
 # References that one check of a text may follow: schemas exist for which it would be 2^n.
-_MAX_REFERENCES = 50_000
+_MAX_REFERENCES = 20_000
 _CHECK_DIGITS = 1000
 
 Mask = NDArray[np.uint32]
@@ -83,25 +83,31 @@ class Matcher:
         vocabulary = self._vocabulary
         vocabulary.check(mask_row)
         is_accepting = self.is_accepting
+        if not self.is_finished:
+            self._compute(mask_row, is_accepting=is_accepting)
         if self.is_finished:
             mask_row.fill(0)
-        else:
-            target = mask_row
-            if vocabulary.num_matcher_words != mask_row.size:
-                target = np.empty(vocabulary.num_matcher_words, dtype=np.uint32)
-            self._inner.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
-            if self._inner.is_error() and not is_accepting:
-                raise self._error("no token may come next")
-            if target is not mask_row:
-                mask_row[:] = target[: mask_row.size]
-            mask_row[-1] &= vocabulary.last_word
         for word, bits in vocabulary.eos_bits.items():
             if is_accepting:
                 mask_row[word] |= bits
             else:
                 mask_row[word] &= ~bits
-        if not is_accepting and not mask_row.any():
-            raise ConstraintError("the constraint needs a text for which this model has no token")
+        if not mask_row.any():
+            raise ConstraintError("constraint: this model has no token for what must come next")
+
+    def _compute(self, mask_row: Mask, *, is_accepting: bool) -> None:
+        vocabulary = self._vocabulary
+        target = mask_row
+        if vocabulary.num_matcher_words != mask_row.size:
+            target = np.empty(vocabulary.num_matcher_words, dtype=np.uint32)
+        self._inner.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
+        if self._inner.is_error():
+            if not is_accepting:
+                raise self._error("no token may come next")
+            self._has_ended = True
+        if target is not mask_row:
+            mask_row[:] = target[: mask_row.size]
+        mask_row[-1] &= vocabulary.last_word
 
     def accept(self, token_id: int) -> None:
         """Go on by one token, or end with an end token.
@@ -139,6 +145,10 @@ class Compiled:
         """Return a new matcher that stands before the first token."""
         return self._start.copy()
 
+    def check(self, text: str) -> str | None:
+        """Return what is wrong with a finished text, None when nothing is; see `validate`."""
+        return validate(self.constraint, text)
+
 
 class ConstraintCompiler:
     """Compiles constraints for one model and remembers them; for threads that prepare jobs.
@@ -168,7 +178,7 @@ class ConstraintCompiler:
     def compile(self, constraint: Constraint) -> Compiled:
         """Return ``constraint`` compiled; threads that ask for the same one wait for one of them.
 
-        Takes about 0.2 seconds for a new one, seconds for the first of all.
+        Takes some 0.2 seconds for a new one, and one or two more for the first of all.
 
         Raises:
             RequestError: it cannot be enforced, or compiling it costs too much.
@@ -215,9 +225,10 @@ class ConstraintCompiler:
             raise _refused(constraint, first_line(inner.get_error()))
         start = Matcher(inner, vocabulary)
         try:
-            start.copy().fill(np.empty(vocabulary.num_words, dtype=np.uint32))
+            # Copies start with what this learns about the first token.
+            start.fill(np.empty(vocabulary.num_words, dtype=np.uint32))
         except ConstraintError as exc:
-            raise _refused(constraint, f"no text satisfies it ({exc})") from exc
+            raise _refused(constraint, f"no token can come first ({exc})") from exc
         if constraint.kind is ConstraintKind.CHOICE:
             _check_choices(constraint, vocabulary.tokenizer)
         return Compiled(constraint, start)
@@ -337,7 +348,7 @@ def _validate_json(source: str, text: str) -> str | None:
             raise _TooMuch
         yield from Draft202012Validator.VALIDATORS["$ref"](validator, ref, instance, schema)
 
-    checker = validators.extend(_SchemaValidator, {"$ref": follow})
+    checker = validators.extend(_SchemaValidator, {"$ref": follow})  # type: ignore[no-untyped-call]
     try:
         answer = json.loads(
             text, parse_float=Decimal, parse_int=_integer, parse_constant=_refuse_constant
@@ -403,7 +414,7 @@ def _additional_properties(
             yield from validator.descend(value, subschema, path=name)
 
 
-_SchemaValidator = validators.extend(
+_SchemaValidator = validators.extend(  # type: ignore[no-untyped-call]
     Draft202012Validator,
     {
         "pattern": _pattern,

@@ -19,6 +19,7 @@ from queue_service.tool_fields import AUTO, ToolChoiceField, Tools
 from queue_service.validation import Body, described, refuse
 
 MAX_STOP_STRINGS = 4
+MAX_CHOICES = 1024
 
 # No leading zeros, so that two keys are never the same id.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -252,6 +253,10 @@ class CompletionRequest(_SampledRequest):
 
     @model_validator(mode="after")
     def _best_of_all(self) -> Self:
+        if len(self.prompts) * self.n > MAX_CHOICES:
+            refuse(
+                "asks for more than {most} answers in one line", at=("prompt",), most=MAX_CHOICES
+            )
         if self.best_of is not None and self.best_of != self.n:
             refuse("must be the same as 'n'; nothing else is supported", at=("best_of",))
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -261,13 +261,15 @@ class IdleRunner(Runner):
     def row_bytes(self, num_tokens: int) -> int:
         return num_tokens
 
-    def add(self, row_id: str, num_tokens: int) -> None: ...
+    def add(self, rows: Mapping[str, int]) -> None: ...
 
     def insert(self, row_id: str, state: Any, num_tokens: int) -> None: ...
 
     def extract(self, row_id: str) -> Any: ...
 
-    def drop(self, row_id: str, *, wipe: bool = False) -> None: ...
+    def drop(self, row_id: str) -> None: ...
+
+    def shrink(self) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -315,7 +317,7 @@ class RunnerSteps:
         self._feed = mx.array([job.prompt_ids[-1] for job in jobs], dtype=mx.int32)
         chunks = []
         for row_id, job in zip(self._ids, jobs, strict=True):
-            runner.add(row_id, len(job.prompt_ids))
+            runner.add({row_id: len(job.prompt_ids)})
             chunks.append(PromptChunk(row_id, job.prompt_ids[:-1]))
         mx.eval(runner.prefill(chunks))
         self._plans = [GREEDY] * len(jobs)

@@ -88,7 +88,7 @@ class FakeEngine:
             token_id = row.answer[row.position]
             row.position += 1
             events.append(Token(row_id, token_id))
-            if token_id == EOS or row.position >= row.request.token_limit:
+            if token_id in row.request.stop_ids or row.position >= row.request.token_limit:
                 del self.rows[row_id]
         return events
 

@@ -66,7 +66,7 @@ class _Drive:
     refusal: str = ""
 
     def add(self, row_id: str, alone: Alone) -> None:
-        self.runner.add(row_id, len(alone.prompt))
+        self.runner.add({row_id: len(alone.prompt)})
         self.rows[row_id] = _Row(alone)
 
     def insert(self, row_id: str, state: Any, like: _Row) -> None:

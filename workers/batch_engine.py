@@ -7,6 +7,7 @@ step computed for it is thrown away.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from workers.engine import Failed, RowRequest, Token
-from workers.errors import InsufficientMemory, InvalidLogits, TransientError
+from workers.errors import InsufficientMemory, InvalidLogits
 from workers.memory import MemoryGuard, Pressure
 from workers.mlx_logits import (
     CapturedLogprobs,
@@ -28,7 +29,7 @@ from workers.mlx_logits import (
 )
 from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
-from workers.runner import PromptChunk, Runner
+from workers.runner import NotExtractable, PromptChunk, Runner
 from workers.scheduler import Chunk, Policy, Scheduler, SchedulerCorrupt
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,6 @@ class BatchEngine:
         self._events: list[Token | Failed] = []
         self._num_steps = 0
         self._num_failures = 0
-        self._step_began = 0.0
 
     def add(self, requests: Iterable[RowRequest]) -> None:
         """Take requests in; they join the batch as rows when there is room for them."""
@@ -144,8 +144,11 @@ class BatchEngine:
         """Forget rows wherever they are; unknown ids are ignored."""
         for row_id in row_ids:
             row = self._rows.get(row_id)
-            if row is not None:
-                self._leave(row)
+            if row is None:
+                continue
+            if row.num_generated:  # what never began says nothing about the length of answers
+                self._scheduler.finished_with(row.num_generated)
+            self._leave(row)
 
     def step(self) -> list[Token | Failed]:
         """Decode one token for every running row, take in some of the prompts of the others.
@@ -200,8 +203,7 @@ class BatchEngine:
         for row_id in plan.preempted:
             logger.info("row waits again, the guess of its length was short row=%s", row_id)
             self._runner.drop(row_id)
-        for row_id in plan.admitted:
-            self._make_room(self._rows[row_id])
+        self._make_room([self._rows[row_id] for row_id in plan.admitted])
         prefilled = self._prefill(plan.chunks)
         num_prompt_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
         before, self._launched = self._launched, None
@@ -258,6 +260,9 @@ class BatchEngine:
         logits = self._runner.decode(order, feed)
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         positions = [row.num_generated + (row.request.row_id in index) for row in rows]
+        for row, position in zip(rows, positions, strict=True):
+            if position + 1 == row.request.token_limit:
+                self._runner.drop(row.request.row_id)  # its last token: nothing follows
         return _Forwarded(rows, logits, positions)
 
     def _read(self, launched: _Launched) -> None:
@@ -268,7 +273,7 @@ class BatchEngine:
             if self._rows.get(request.row_id) is not row:
                 continue  # it left after this was launched
             if token_id == _NO_TOKEN:
-                self._fail(row, InvalidLogits(len(row.tokens)), wipe=True)
+                self._fail(row, InvalidLogits(len(row.tokens)))
                 continue
             has_ended = token_id in request.stop_ids
             try:
@@ -282,6 +287,7 @@ class BatchEngine:
                 row.rules.push(token_id)
             self._events.append(Token(request.row_id, token_id, logprobs.get(place)))
             if has_ended or row.tokens_left == 0:
+                self._scheduler.finished_with(row.num_generated)
                 self._leave(row)
 
     def _sample(self, forwarded: _Forwarded, num_prompt_tokens: int) -> _Launched:
@@ -294,7 +300,7 @@ class BatchEngine:
             forwarded.positions,
             never_excluded=self._eos_token_ids,
         )
-        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        is_valid = mx.isfinite(logits.max(axis=-1))
         logprobs = capture_logprobs(
             forwarded.logits,
             tokens,
@@ -304,7 +310,7 @@ class BatchEngine:
                 if row.request.num_top_logprobs is not None
             ],
         )
-        tokens = mx.where(mx.isnan(chosen), _NO_TOKEN, tokens.astype(mx.int32))
+        tokens = mx.where(is_valid, tokens.astype(mx.int32), _NO_TOKEN)
         wanted = [logprobs.chosen, logprobs.top_ids, logprobs.top] if logprobs is not None else []
         mx.async_eval(tokens, *wanted)  # type: ignore[no-untyped-call]
         index = {row.request.row_id: place for place, row in enumerate(rows)}
@@ -336,8 +342,10 @@ class BatchEngine:
 
     def _observe(self, began: float, before: _Launched | None, num_prompt_tokens: int) -> None:
         seconds = self._clock() - began
+        is_prefill_only = self._launched is None and num_prompt_tokens > 0
         if before is not None:
-            self._pace.observe(seconds, prompt_tokens=before.prompt_tokens, decoded=True)
+            if not is_prefill_only:  # it waited for its own prefill as well as for that of before
+                self._pace.observe(seconds, prompt_tokens=before.prompt_tokens, decoded=True)
         elif self._launched is None:
             self._pace.observe(seconds, prompt_tokens=num_prompt_tokens, decoded=False)
 
@@ -351,12 +359,13 @@ class BatchEngine:
             priority=row.request.priority,
         )
 
-    def _make_room(self, row: _Row) -> None:
-        if row.prefix is None:
-            self._runner.add(row.request.row_id, len(row.tokens))
-        else:
-            self._runner.insert(row.request.row_id, row.prefix, len(row.tokens))
-            row.prefix = None
+    def _make_room(self, rows: Sequence[_Row]) -> None:
+        fresh = [row for row in rows if row.prefix is None]
+        self._runner.add({row.request.row_id: len(row.tokens) for row in fresh})
+        for row in rows:
+            if row.prefix is not None:
+                self._runner.insert(row.request.row_id, row.prefix, len(row.tokens))
+                row.prefix = None
 
     def _follow(self, row: _Row) -> None:
         """Let a row wait until the one that it shares its prompt with has computed it."""
@@ -368,11 +377,22 @@ class BatchEngine:
         self._followers.setdefault(leader.request.row_id, []).append(request.row_id)
 
     def _share_prompt(self, leader_id: str) -> None:
-        state = self._runner.extract(leader_id)
-        for row_id in self._followers.pop(leader_id):
-            row = self._rows[row_id]
-            row.prefix = state
-            self._scheduler.set_cached(row_id, len(row.tokens) - 1)
+        followers = self._followers.pop(leader_id)
+        num_tokens = len(self._rows[leader_id].tokens)
+        kept = {
+            id(row.prefix): self._runner.row_bytes(len(row.tokens))
+            for row in self._rows.values()
+            if row.prefix is not None
+        }
+        needed = self._runner.nbytes + sum(kept.values()) + self._runner.row_bytes(num_tokens)
+        state = None
+        if needed <= self._policy.kv_budget_bytes:  # else each computes the prompt itself
+            with contextlib.suppress(NotExtractable):
+                state = self._runner.extract(leader_id)
+        for row_id in followers:
+            if state is not None:
+                self._rows[row_id].prefix = state
+                self._scheduler.set_cached(row_id, num_tokens - 1)
             self._scheduler.release(row_id)
 
     def _refusal(self, request: RowRequest) -> Exception | None:
@@ -388,13 +408,12 @@ class BatchEngine:
             num_tokens, self._runner.row_bytes(num_tokens), self._policy.kv_budget_bytes
         )
 
-    def _leave(self, row: _Row, *, wipe: bool = False) -> None:
+    def _leave(self, row: _Row) -> None:
         row_id = row.request.row_id
         del self._rows[row_id]
         self._leave_followers(row)
-        self._scheduler.finished_with(row.num_generated)
         self._scheduler.remove(row_id)
-        self._runner.drop(row_id, wipe=wipe)
+        self._runner.drop(row_id)
 
     def _leave_followers(self, row: _Row) -> None:
         """See that nobody waits for, or as, a row that leaves."""
@@ -409,8 +428,8 @@ class BatchEngine:
             if rest:
                 self._followers[first] = rest
 
-    def _fail(self, row: _Row, error: Exception, *, wipe: bool = False) -> None:
-        self._leave(row, wipe=wipe)
+    def _fail(self, row: _Row, error: Exception) -> None:
+        self._leave(row)
         self._events.append(Failed(row.request.row_id, error))
 
     def _recover(self, error: Exception) -> None:
@@ -443,6 +462,9 @@ class BatchEngine:
         # With no row left there is nothing to wait for: the next one is tried alone.
         has_rows = self._scheduler.num_rows > 0
         self._scheduler.pause_admission(has_rows and pressure is not Pressure.NONE)
-        newest = self._scheduler.newest()
-        if pressure is Pressure.SEVERE and newest is not None and self._scheduler.num_rows > 1:
-            self._fail(self._rows[newest], TransientError("the worker ran short of memory"))
+        last = self._scheduler.first_to_go()
+        if pressure is Pressure.SEVERE and last is not None and self._scheduler.num_rows > 1:
+            logger.warning("memory is short, a row waits until there is more row=%s", last)
+            self._scheduler.preempt(last)
+            self._runner.drop(last)
+            self._runner.shrink()

@@ -38,8 +38,9 @@ class InvalidLogits(QsvcError):
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(
-            f"the model gave NaN instead of a token after {num_tokens} tokens of prompt and "
-            "answer; try a wider dtype (--dtype float32 or bfloat16)"
+            f"no token could be chosen after {num_tokens} tokens of prompt and answer: the model "
+            "gave no finite number for any that is allowed; try a wider dtype (--dtype float32 or "
+            "bfloat16)"
         )
 
 

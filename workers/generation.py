@@ -137,6 +137,8 @@ class GenerationThread:
         self._drop(cancelled, parts.engine)
         self._admit(parts)
         if not parts.engine.has_work:
+            if self._rows:
+                raise RuntimeError(f"the engine has lost {len(self._rows)} rows")
             return
         for event in parts.engine.step():
             job, choice = self._rows.get(event.row_id, (None, 0))

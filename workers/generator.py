@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,11 +15,13 @@ from workers.errors import WorkerLost
 from workers.generation import GenerationThread
 from workers.preparation import Preparer
 from workers.publisher import Publisher
-from workers.requests import Refused, Result
+from workers.requests import PreparedRequest, Refused, Result
 
 logger = logging.getLogger(__name__)
 
 _PREPARATION_THREADS = 2
+# Some take long, such as those with a new constraint: what is ready then goes on without them.
+_HAND_OVER_SECONDS = 0.05
 _PREPARATION_CHUNK = 16
 
 
@@ -98,8 +101,14 @@ class EngineGenerator:
         self._publisher.stop()
 
     def _prepare(self, claimed: Sequence[Claimed]) -> None:
-        ready = []
+        waiting: list[Claimed] = []
+        ready: list[PreparedRequest] = []
+        began = time.monotonic()
         for one in claimed:
+            if ready and time.monotonic() - began > _HAND_OVER_SECONDS:
+                self._hand_over(waiting, ready)
+                waiting, ready, began = [], [], time.monotonic()
+            waiting.append(one)
             try:
                 if one.deaths > self._crash_retries:
                     raise WorkerLost(one.deaths)
@@ -111,6 +120,9 @@ class EngineGenerator:
                 self._refuse(one, error)
             else:
                 ready.append(request)
+        self._hand_over(waiting, ready)
+
+    def _hand_over(self, claimed: Sequence[Claimed], ready: Sequence[PreparedRequest]) -> None:
         with self._lock:
             ids = {one.execution_id for one in claimed}
             cancelled = ids & self._cancelled

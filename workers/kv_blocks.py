@@ -8,7 +8,7 @@ new rows take free slots, and a row that leaves just gives its slot back; nothin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -65,31 +65,10 @@ class RowKV:
     values: list[mx.array]
     num_tokens: int
 
-    @classmethod
-    def empty(cls, layers: Sequence[LayerShape], num_tokens: int) -> RowKV:
-        """Return a row with room for so many tokens, none of it in use."""
-        columns = capacity_for(num_tokens)
-        return cls(
-            [mx.zeros((1, s.num_heads, columns, s.key_width), s.dtype) for s in layers],
-            [mx.zeros((1, s.num_heads, columns, s.value_width), s.dtype) for s in layers],
-            0,
-        )
-
-    @property
-    def capacity(self) -> int:
-        """Columns there are."""
-        return int(self.keys[0].shape[2])
-
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(array.nbytes for array in (*self.keys, *self.values))
-
-    def append(self, layer: int, keys: mx.array, values: mx.array, start: int) -> None:
-        """Write the columns from ``start`` on: (1, heads, tokens, width) each."""
-        stop = start + keys.shape[2]
-        self.keys[layer][:, :, start:stop] = keys
-        self.values[layer][:, :, start:stop] = values
 
 
 @dataclass(slots=True, eq=False)
@@ -99,12 +78,14 @@ class Block:
     Attributes:
         owners: the row in each slot, None where it is free.
         lengths: the columns in use of each slot.
+        is_used: whether a slot had an owner before.
     """
 
     keys: list[mx.array]
     values: list[mx.array]
     owners: list[str | None]
     lengths: list[int]
+    is_used: list[bool]
 
     @classmethod
     def empty(cls, layers: Sequence[LayerShape], num_slots: int, capacity: int) -> Block:
@@ -114,6 +95,7 @@ class Block:
             [mx.zeros((num_slots, s.num_heads, capacity, s.value_width), s.dtype) for s in layers],
             [None] * num_slots,
             [0] * num_slots,
+            [False] * num_slots,
         )
 
     @property
@@ -131,14 +113,27 @@ class Block:
         """Slots in use."""
         return sum(owner is not None for owner in self.owners)
 
-    def put(self, slot: int, row_id: str, row: RowKV) -> None:
-        """Copy a row into a free slot."""
-        used = row.num_tokens
-        for layer, (keys, values) in enumerate(zip(row.keys, row.values, strict=True)):
-            self.keys[layer][slot : slot + 1, :, :used] = keys[:, :, :used]
-            self.values[layer][slot : slot + 1, :, :used] = values[:, :, :used]
+    def give(self, slot: int, row_id: str) -> None:
+        """Make a free slot a row's own, empty."""
         self.owners[slot] = row_id
-        self.lengths[slot] = used
+        self.lengths[slot] = 0
+        if self.is_used[slot]:
+            # NaN of the last owner would get through a mask: nothing times it is NaN again.
+            for layer in range(len(self.values)):
+                self.values[layer][slot] = 0
+        self.is_used[slot] = True
+
+    def write(self, layer: int, slot: int, start: int, keys: mx.array, values: mx.array) -> None:
+        """Write the columns of a row from ``start`` on: (1, heads, tokens, width) each."""
+        stop = start + keys.shape[2]
+        self.keys[layer][slot : slot + 1, :, start:stop] = keys
+        self.values[layer][slot : slot + 1, :, start:stop] = values
+
+    def put(self, slot: int, row: RowKV) -> None:
+        """Copy into a row's slot what it holds."""
+        for layer, (keys, values) in enumerate(zip(row.keys, row.values, strict=True)):
+            self.write(layer, slot, 0, keys, values)
+        self.lengths[slot] = row.num_tokens
 
     def take(self, slot: int) -> RowKV:
         """Return a copy of a row, evaluated and without padding."""
@@ -152,19 +147,15 @@ class Block:
         mx.eval(row.keys, row.values)
         return row
 
-    def free(self, slot: int, *, wipe: bool = False) -> None:
-        """Give a slot back; wipe it when NaN may be in it, which zero weights would not hide."""
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
         self.owners[slot] = None
         self.lengths[slot] = 0
-        if wipe:
-            for layer in range(len(self.keys)):
-                self.keys[layer][slot] = 0
-                self.values[layer][slot] = 0
 
 
 @dataclass(slots=True)
 class BlockStore:
-    """All rows: those that are being prefilled, alone, and those in blocks.
+    """All rows, each in a slot of a block.
 
     Args:
         layers: what each layer keeps of a token.
@@ -173,7 +164,6 @@ class BlockStore:
 
     layers: Sequence[LayerShape]
     budget_bytes: int
-    alone: dict[str, RowKV] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     slots: dict[str, tuple[Block, int]] = field(default_factory=dict)
     peak_bytes: int = 0
@@ -186,112 +176,53 @@ class BlockStore:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(row.nbytes for row in self.alone.values()) + sum(b.nbytes for b in self.blocks)
+        return sum(block.nbytes for block in self.blocks)
 
-    def __contains__(self, row_id: str) -> bool:
-        return row_id in self.alone or row_id in self.slots
-
-    def add(self, row_id: str, num_tokens: int) -> None:
-        """Make room for a row of so many tokens, on its own."""
-        if self.nbytes + capacity_for(num_tokens) * self.bytes_per_token > self.budget_bytes:
-            self._shrink()
-        self.alone[row_id] = RowKV.empty(self.layers, num_tokens)
-        self._note_peak()
+    def add(self, rows: Mapping[str, int]) -> None:
+        """Give each row a slot for so many tokens."""
+        capacities = {row_id: capacity_for(num_tokens) for row_id, num_tokens in rows.items()}
+        num_coming = Counter(capacities.values())
+        for row_id, capacity in capacities.items():
+            self._place(row_id, capacity, num_coming[capacity])
+            num_coming[capacity] -= 1
 
     def insert(self, row_id: str, row: RowKV, num_tokens: int) -> None:
         """Add a row that has columns already, with room for so many tokens."""
-        self.add(row_id, max(num_tokens, row.num_tokens))
-        made = self.alone[row_id]
-        for layer, (keys, values) in enumerate(zip(row.keys, row.values, strict=True)):
-            made.append(layer, keys[:, :, : row.num_tokens], values[:, :, : row.num_tokens], 0)
-        made.num_tokens = row.num_tokens
+        self.add({row_id: max(num_tokens, row.num_tokens)})
+        block, slot = self.slots[row_id]
+        block.put(slot, row)
 
     def extract(self, row_id: str) -> RowKV:
         """Return a copy of a row, evaluated and without padding."""
-        if row_id in self.slots:
-            block, slot = self.slots[row_id]
-            return block.take(slot)
-        row = self.alone[row_id]
-        used = row.num_tokens
-        copy = RowKV(
-            [mx.contiguous(keys[:, :, :used]) for keys in row.keys],
-            [mx.contiguous(values[:, :, :used]) for values in row.values],
-            used,
-        )
-        mx.eval(copy.keys, copy.values)
-        return copy
+        block, slot = self.slots[row_id]
+        return block.take(slot)
 
     def length(self, row_id: str) -> int:
-        """Return the columns that a row has in use."""
-        if row_id in self.slots:
-            block, slot = self.slots[row_id]
-            return block.lengths[slot]
-        return self.alone[row_id].num_tokens
+        """Return the columns that a row has in use; 0 for an unknown id."""
+        block, slot = self.slots.get(row_id, (None, 0))
+        return 0 if block is None else block.lengths[slot]
 
-    def drop(self, row_id: str, *, wipe: bool = False) -> None:
+    def drop(self, row_id: str) -> None:
         """Forget a row; unknown ids are ignored."""
-        self.alone.pop(row_id, None)
         place = self.slots.pop(row_id, None)
         if place is None:
             return
         block, slot = place
-        block.free(slot, wipe=wipe)
+        block.free(slot)
         if block.num_rows == 0:
             self.blocks.remove(block)
 
-    def seat(self, row_ids: Iterable[str]) -> None:
-        """See that rows lie in blocks, each in a slot with room for one more token."""
-        moving = [row_id for row_id in row_ids if not self._has_seat(row_id)]
-        capacities = Counter(capacity_for(self.length(row_id) + 1) for row_id in moving)
-        for row_id in moving:
-            if row_id in self.slots:
-                block, slot = self.slots[row_id]
-                row = block.take(slot)
-                self.drop(row_id)
-            else:
-                row = self.alone.pop(row_id)
-            capacity = capacity_for(row.num_tokens + 1)
-            self._place(row_id, row, capacity, capacities[capacity])
-            capacities[capacity] -= 1
+    def grow(self, row_ids: Iterable[str]) -> None:
+        """See that each row's slot has room for one more token."""
+        for row_id in row_ids:
+            block, slot = self.slots[row_id]
+            if block.lengths[slot] < block.capacity:
+                continue
+            row = block.take(slot)
+            self.drop(row_id)
+            self.insert(row_id, row, row.num_tokens + 1)
 
-    def _has_seat(self, row_id: str) -> bool:
-        place = self.slots.get(row_id)
-        return place is not None and place[0].lengths[place[1]] < place[0].capacity
-
-    def clear(self) -> None:
-        """Forget every row."""
-        self.alone.clear()
-        self.slots.clear()
-        self.blocks.clear()
-
-    def _place(self, row_id: str, row: RowKV, capacity: int, num_coming: int) -> None:
-        most_slots = max(1, min(_MOST_SLOTS, _COLUMNS_PER_BLOCK // capacity))
-        if most_slots == 1 and row.capacity == capacity:
-            # Alone in a block: the row's own arrays become the block.
-            block = Block(row.keys, row.values, [row_id], [row.num_tokens])
-            self.blocks.append(block)
-            self.slots[row_id] = (block, 0)
-            return
-        block, slot = self._free_slot(capacity, min(most_slots, max(num_coming, _FEWEST_SLOTS)))
-        block.put(slot, row_id, row)
-        self.slots[row_id] = (block, slot)
-        self._note_peak()
-
-    def _free_slot(self, capacity: int, num_slots: int) -> tuple[Block, int]:
-        """Return a free slot, if need be in a new block of so many slots."""
-        for block in self.blocks:
-            if block.capacity == capacity and None in block.owners:
-                return block, block.owners.index(None)
-        row_bytes = capacity * self.bytes_per_token
-        if self.nbytes + num_slots * row_bytes > self.budget_bytes:
-            self._shrink()
-            room = (self.budget_bytes - self.nbytes) // row_bytes
-            num_slots = max(1, min(num_slots, room))
-        block = Block.empty(self.layers, num_slots, capacity)
-        self.blocks.append(block)
-        return block, 0
-
-    def _shrink(self) -> None:
+    def shrink(self) -> None:
         """Give free slots back, at the price of a copy of each block that has some."""
         for index, block in enumerate(self.blocks):
             kept = [slot for slot, owner in enumerate(block.owners) if owner is not None]
@@ -303,6 +234,7 @@ class BlockStore:
                 [values[chosen] for values in block.values],
                 [block.owners[slot] for slot in kept],
                 [block.lengths[slot] for slot in kept],
+                [True] * len(kept),
             )
             mx.eval(smaller.keys, smaller.values)
             self.blocks[index] = smaller
@@ -310,5 +242,29 @@ class BlockStore:
                 assert owner is not None
                 self.slots[owner] = (smaller, slot)
 
-    def _note_peak(self) -> None:
+    def clear(self) -> None:
+        """Forget every row."""
+        self.slots.clear()
+        self.blocks.clear()
+
+    def _place(self, row_id: str, capacity: int, num_coming: int) -> None:
+        block = self._block_with_room(capacity, num_coming)
+        slot = block.owners.index(None)
+        block.give(slot, row_id)
+        self.slots[row_id] = (block, slot)
+
+    def _block_with_room(self, capacity: int, num_coming: int) -> Block:
+        for block in self.blocks:
+            if block.capacity == capacity and None in block.owners:
+                return block
+        most_slots = max(1, min(_MOST_SLOTS, _COLUMNS_PER_BLOCK // capacity))
+        num_slots = min(most_slots, max(num_coming, _FEWEST_SLOTS))
+        row_bytes = capacity * self.bytes_per_token
+        if self.nbytes + num_slots * row_bytes > self.budget_bytes:
+            self.shrink()
+            room = (self.budget_bytes - self.nbytes) // row_bytes
+            num_slots = max(1, min(num_slots, room))
+        block = Block.empty(self.layers, num_slots, capacity)
+        self.blocks.append(block)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        return block

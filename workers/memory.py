@@ -67,12 +67,21 @@ def plan_memory(*, model_bytes: int, kv_bytes: int | None) -> MemoryPlan:
 
 
 def device_limit() -> int:
-    """Return the bytes that a worker may use here in all."""
+    """Return the bytes that a worker may use here in all.
+
+    Raises:
+        ConfigurationError: the device does not say what it has.
+    """
     if mx.default_device() == mx.Device(mx.cpu):
         return int(_host_bytes() * _USABLE_ON_CPU)
     info: Any = mx.device_info()
-    size = info.get("max_recommended_working_set_size") or info.get("memory_size") or _host_bytes()
-    return int(size * _USABLE_ON_GPU)
+    # The first is Metal's, the second CUDA's.
+    size = info.get("max_recommended_working_set_size") or info.get("total_memory")
+    if not size:
+        raise ConfigurationError(
+            "MLX does not say how much memory this GPU has; it cannot be shared out safely"
+        )
+    return int(min(size, info.get("free_memory", size)) * _USABLE_ON_GPU)
 
 
 def apply_limits(plan: MemoryPlan) -> None:

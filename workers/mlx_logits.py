@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -11,23 +11,40 @@ import numpy.typing as npt
 
 from workers.engine import LogitRules, TokenLogprobs
 
+# Tokens of an answer for which there is room at first.
+_ROOM = 64
 
-@dataclass(slots=True)
+
+_Ids = npt.NDArray[np.int32]
+_Values = npt.NDArray[np.float32]
+
+
 class RowRules:
     """The rules of one row, and what its tokens so far mean for them.
 
-    Attributes:
+    Args:
         rules: what to apply.
         stop_ids: what may not be drawn before ``min_tokens``.
+        prompt_ids: the row's prompt.
     """
 
-    rules: LogitRules
-    stop_ids: Sequence[int]
-    num_generated: int = 0
-    # Every token of prompt and answer once, and how often it is in the answer.
-    _ids: list[int] = field(default_factory=list)
-    _counts: list[int] = field(default_factory=list)
-    _places: dict[int, int] = field(default_factory=dict)
+    def __init__(
+        self, rules: LogitRules, stop_ids: Sequence[int], prompt_ids: Sequence[int]
+    ) -> None:
+        self.rules = rules
+        self._num_generated = 0
+        self._bias_ids = np.array([i for i, _ in rules.bias], dtype=np.int32)
+        self._biases = np.array([value for _, value in rules.bias], dtype=np.float32)
+        self._stop_ids = np.array(stop_ids, dtype=np.int32)
+        self._banned = np.full(len(stop_ids), -np.inf, dtype=np.float32)
+        # Every token of prompt and answer once, and how often it is in the answer.
+        history = prompt_ids if rules.has_penalties else ()
+        seen = np.unique(np.array(history, dtype=np.int32))
+        self._num_seen = len(seen)
+        self._ids: _Ids = np.zeros(len(seen) + _ROOM, dtype=np.int32)
+        self._ids[: len(seen)] = seen
+        self._counts: _Values = np.zeros(len(self._ids), dtype=np.float32)
+        self._places = {int(token_id): place for place, token_id in enumerate(seen)}
 
     @classmethod
     def of_row(
@@ -36,43 +53,39 @@ class RowRules:
         """Return the rules of a row that has generated nothing; None where nothing applies."""
         if not (rules.bias or rules.has_penalties or rules.min_tokens):
             return None
-        row = cls(rules, stop_ids)
-        if rules.has_penalties:
-            for token_id in prompt_ids:
-                row._place(token_id)
-        return row
+        return cls(rules, stop_ids, prompt_ids)
 
     def push(self, token_id: int) -> None:
         """Take the next token of the answer."""
-        self.num_generated += 1
-        if self.rules.has_penalties:
-            self._counts[self._place(token_id)] += 1
+        self._num_generated += 1
+        if not self.rules.has_penalties:
+            return
+        place = self._places.setdefault(token_id, self._num_seen)
+        if place == self._num_seen:
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token_id
+            self._num_seen += 1
+        self._counts[place] += 1
 
-    def divided(self) -> list[int]:
+    def divided(self) -> _Ids:
         """Return the tokens to which the repetition penalty applies, each once."""
-        return self._ids if self.rules.repetition_penalty != 1 else []
+        return self._ids[: self._num_seen if self.rules.repetition_penalty != 1 else 0]
 
-    def added(self) -> tuple[list[int], list[float]]:
+    def added(self) -> tuple[_Ids, _Values]:
         """Return token ids, perhaps some of them twice, and what to add to the logits of each."""
         rules = self.rules
-        ids = [token_id for token_id, _ in rules.bias]
-        values = [value for _, value in rules.bias]
+        ids, values = [self._bias_ids], [self._biases]
         if rules.frequency_penalty or rules.presence_penalty:
-            for token_id, count in zip(self._ids, self._counts, strict=True):
-                if count:
-                    ids.append(token_id)
-                    values.append(-rules.frequency_penalty * count - rules.presence_penalty)
-        if self.num_generated < rules.min_tokens:
-            ids += self.stop_ids
-            values += [-np.inf] * len(self.stop_ids)
-        return ids, values
-
-    def _place(self, token_id: int) -> int:
-        place = self._places.setdefault(token_id, len(self._ids))
-        if place == len(self._ids):
-            self._ids.append(token_id)
-            self._counts.append(0)
-        return place
+            counts = self._counts[: self._num_seen]
+            in_answer = np.flatnonzero(counts)
+            ids.append(self._ids[in_answer])
+            values.append(-rules.frequency_penalty * counts[in_answer] - rules.presence_penalty)
+        if self._num_generated < rules.min_tokens:
+            ids.append(self._stop_ids)
+            values.append(self._banned)
+        return np.concatenate(ids), np.concatenate(values)
 
 
 def apply_rules(logits: mx.array, rows: Sequence[tuple[int, RowRules]]) -> mx.array:
@@ -82,17 +95,28 @@ def apply_rules(logits: mx.array, rows: Sequence[tuple[int, RowRules]]) -> mx.ar
         logits: (rows, vocabulary), float32.
         rows: index and rules of the rows that have some.
     """
-    divided = [(row, i, one.rules.repetition_penalty) for row, one in rows for i in one.divided()]
-    if divided:
-        at, ids, penalties = zip(*divided, strict=True)
-        place = (mx.array(at), mx.array(ids))
-        found, factor = logits[place], mx.array(penalties)
+    divided = [one.divided() for _, one in rows]
+    if any(map(len, divided)):
+        counts = [len(ids) for ids in divided]
+        penalties = [one.rules.repetition_penalty for _, one in rows]
+        place = _place(rows, divided, counts)
+        found = logits[place]
+        factor = mx.array(np.repeat(np.array(penalties, dtype=np.float32), counts))
         logits[place] = mx.where(found > 0, found / factor, found * factor)
-    added = [(row, i, v) for row, one in rows for i, v in zip(*one.added(), strict=True)]
-    if added:
-        at, ids, values = zip(*added, strict=True)
-        logits = logits.at[mx.array(at), mx.array(ids)].add(mx.array(values))
+    added = [one.added() for _, one in rows]
+    counts = [len(ids) for ids, _ in added]
+    if any(counts):
+        values = mx.array(np.concatenate([values for _, values in added]))
+        logits = logits.at[_place(rows, [ids for ids, _ in added], counts)].add(values)
     return logits
+
+
+def _place(
+    rows: Sequence[tuple[int, RowRules]], ids: Sequence[_Ids], counts: Sequence[int]
+) -> tuple[mx.array, mx.array]:
+    """Return the row and the token id of each number of logits that some rows name."""
+    indices = np.repeat(np.array([row for row, _ in rows], dtype=np.int32), counts)
+    return mx.array(indices), mx.array(np.concatenate(ids))
 
 
 def apply_masks(logits: mx.array, rows: Sequence[int], masks: npt.NDArray[np.uint32]) -> mx.array:

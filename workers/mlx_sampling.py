@@ -150,7 +150,8 @@ def _exclude_top_choices(
     applies = chance < mx.array([plan.xtc_probability for plan in chosen])
     some = scaled[rows]
     probabilities = mx.softmax(some, axis=-1)
-    is_top = probabilities >= mx.array([plan.xtc_threshold for plan in chosen])[:, None]
+    thresholds = mx.array([plan.xtc_threshold for plan in chosen])[:, None]
+    is_top = (probabilities >= thresholds) & (probabilities > 0)  # what was cut is no choice
     least = mx.where(is_top, probabilities, mx.inf).min(axis=-1, keepdims=True)
     is_out = is_top & (probabilities > least) & applies[:, None]
     if never_excluded:

@@ -92,7 +92,7 @@ def load_model(name: str, *, dtype: str = "auto") -> LoadedModel:
             name=name,
             vocab_size=vocab_size,
             context_length=context_length,
-            eos_token_ids=tokenizer.eos_token_ids,
+            eos_token_ids=frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size),
             dtype=_describe_dtype(model),
             device=_device(),
             digest=_digest(path),
@@ -143,7 +143,6 @@ def _find(name: str) -> Path:
 
 
 def demo_file() -> Path:
-    """Return the demo model's file; raises ModelUnavailable when its wheel is not installed."""
     """Return the GGUF file of the demo model; ModelUnavailable when its wheel is missing."""
     spec = find_spec(_DEMO_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

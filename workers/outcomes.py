@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from workers.errors import (
 )
 from workers.preparation import wants_stream
 from workers.requests import Generated, Refused, Result
+
+logger = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS = 5
 
@@ -60,7 +63,11 @@ class OutcomeWriter:
         """Return what to write for a result."""
         if isinstance(result, Refused):
             return self._refused(result)
-        wrong = next(filter(None, map(result.request.form.check, result.choices)), None)
+        try:
+            wrong = next(filter(None, map(result.request.form.check, result.choices)), None)
+        except Exception as error:  # a checker's fault is that answer's alone
+            logger.exception("an answer cannot be checked job=%s", result.claimed.job_id)
+            wrong = f"{type(error).__name__} while it was checked"
         if wrong is not None:
             return self._refused(Refused(result.claimed, InvalidAnswer(wrong)))
         return self._answered(result)

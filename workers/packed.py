@@ -11,7 +11,7 @@ beside keys and values, raise or give other tokens; `workers.self_test` finds ou
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -145,7 +145,8 @@ def _take_over_attention(model: Module) -> None:
 class _Segment:
     """Consecutive tokens of a prefill that belong to one row: packed tokens start to stop."""
 
-    row: RowKV
+    block: Block
+    slot: int
     start: int
     stop: int
     position: int
@@ -173,12 +174,12 @@ class _Prefill:
         queries, keys, values = (a.transpose(2, 1, 0, 3) for a in (queries, keys, values))
         for index, segment in enumerate(self._segments):
             start, stop = segment.start, segment.stop
-            row, total = segment.row, segment.position + stop - start
+            block, slot, total = segment.block, segment.slot, segment.position + stop - start
             row_keys, row_values = keys[:, :, start:stop], values[:, :, start:stop]
-            row.append(layer, row_keys, row_values, segment.position)
+            block.write(layer, slot, segment.position, row_keys, row_values)
             if segment.position:
-                row_keys = row.keys[layer][:, :, :total]
-                row_values = row.values[layer][:, :, :total]
+                row_keys = block.keys[layer][slot : slot + 1, :, :total]
+                row_values = block.values[layer][slot : slot + 1, :, :total]
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
                     queries[:, :, start:stop],
@@ -311,13 +312,17 @@ class PackedRunner:
         """Return the bytes that a row of so many tokens takes, padding included."""
         return capacity_for(num_tokens) * self.store.bytes_per_token
 
-    def add(self, row_id: str, num_tokens: int) -> None:
-        """Make room for a row of so many prompt tokens."""
-        self.store.add(row_id, num_tokens)
+    def add(self, rows: Mapping[str, int]) -> None:
+        """Make room for rows, each of so many prompt tokens."""
+        self.store.add(rows)
 
-    def drop(self, row_id: str, *, wipe: bool = False) -> None:
-        """Forget a row; with ``wipe``, because NaN may be in it."""
-        self.store.drop(row_id, wipe=wipe)
+    def drop(self, row_id: str) -> None:
+        """Forget a row."""
+        self.store.drop(row_id)
+
+    def shrink(self) -> None:
+        """Give back what no row uses."""
+        self.store.shrink()
 
     def clear(self) -> None:
         """Forget every row."""
@@ -328,18 +333,19 @@ class PackedRunner:
         segments: list[_Segment] = []
         tokens: list[int] = []
         for chunk in chunks:
-            row = self.store.alone[chunk.row_id]
+            block, slot = self.store.slots[chunk.row_id]
             stop = len(tokens) + len(chunk.tokens)
-            segments.append(_Segment(row, len(tokens), stop, row.num_tokens))
+            segments.append(_Segment(block, slot, len(tokens), stop, block.lengths[slot]))
             tokens.extend(chunk.tokens)
         self._forward(mx.array(tokens, dtype=mx.int32), _Prefill(segments))
         for segment in segments:
-            segment.row.num_tokens += segment.stop - segment.start
-        return [array for s in segments for array in (*s.row.keys, *s.row.values)]
+            segment.block.lengths[segment.slot] += segment.stop - segment.start
+        blocks = {id(segment.block): segment.block for segment in segments}.values()
+        return [array for block in blocks for array in (*block.keys, *block.values)]
 
     def arrange(self, row_ids: Sequence[str]) -> list[str]:
         """Seat rows for the next `decode`; return them in the order that its tokens must have."""
-        self.store.seat(row_ids)
+        self.store.grow(row_ids)
         wanted = set(row_ids)
         return [
             owner

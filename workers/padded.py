@@ -7,7 +7,7 @@ caches cannot be merged decodes each row alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +76,10 @@ class PaddedRunner:
             return 0
         return self._fixed_bytes + capacity_for(num_tokens) * self._bytes_per_token
 
-    def add(self, row_id: str, num_tokens: int) -> None:
-        """Make room for a row; mlx-lm's caches grow by themselves."""
-        self._rows[row_id] = _Row(0, make_prompt_cache(self.model))
+    def add(self, rows: Mapping[str, int]) -> None:
+        """Make room for rows; mlx-lm's caches grow by themselves."""
+        for row_id in rows:
+            self._rows[row_id] = _Row(0, make_prompt_cache(self.model))
 
     def insert(self, row_id: str, state: PaddedState, num_tokens: int) -> None:
         """Add a row that holds something already."""
@@ -101,7 +102,10 @@ class PaddedRunner:
         mx.eval([cache.state for cache in caches])
         return PaddedState(caches, row.length)
 
-    def drop(self, row_id: str, *, wipe: bool = False) -> None:
+    def shrink(self) -> None:
+        """Give back what no row uses: nothing, since a batch cache holds its rows only."""
+
+    def drop(self, row_id: str) -> None:
         """Forget a row, if it is known; nothing of it stays in a batch."""
         row = self._rows.pop(row_id, None)
         if row is None or row.group is None:

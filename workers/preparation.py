@@ -108,6 +108,7 @@ class Preparer:
         call = decode_call(claimed.fields.get("data", b""))
         endpoint, body = _endpoint_and_body(call)
         request = parse_request(endpoint, body, is_clean=True)
+        _check_agreement(request)
         if isinstance(request, ChatRequest):
             rendered = self._render(request)
             prompts: tuple[Prompt, ...] = (
@@ -148,6 +149,12 @@ class Preparer:
 
     def _render(self, request: ChatRequest) -> str:
         kwargs: dict[str, Any] = dict(request.chat_template_kwargs)
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if name in kwargs:
+                raise RequestError(
+                    f"{name} is a field of the request, not of its chat_template_kwargs",
+                    param=f"chat_template_kwargs.{name}",
+                )
         if request.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
             kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
@@ -238,6 +245,26 @@ class Preparer:
             )
             for choice in range(num_choices)
         )
+
+
+def _check_agreement(request: Request) -> None:
+    """Refuse fields that contradict a constraint: they ask for text beyond its end."""
+    is_demanded = isinstance(request, ChatRequest) and request.tool_choice.mode in (
+        ToolChoiceMode.REQUIRED,
+        ToolChoiceMode.NAMED,
+    )
+    if request.constraint is None and not is_demanded:
+        return
+    contradictions = {
+        "ignore_eos": request.ignore_eos,
+        "min_tokens": bool(request.min_tokens),
+        "echo": isinstance(request, CompletionRequest) and request.echo,
+    }
+    for name, is_set in contradictions.items():
+        if is_set:
+            raise RequestError(
+                f"'{name}' cannot be used where the form of the answer is bound", param=name
+            )
 
 
 def wants_stream(claimed: Claimed) -> bool:

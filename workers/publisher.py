@@ -47,11 +47,26 @@ class _Text:
         return [*entry, "t", self.text]
 
 
-def _append(texts: list[_Text], piece: Piece, choice: int, first_token: int) -> None:
-    if texts and (texts[-1].choice, texts[-1].kind) == (choice, piece.kind):
-        texts[-1].text += piece.text
-    else:
-        texts.append(_Text(choice, piece.kind, first_token, piece.text))
+@dataclass(slots=True)
+class _Texts:
+    """Texts in the order in which they begin; a choice goes on in its last one while it can."""
+
+    items: list[_Text] = field(default_factory=list)
+    _last: dict[int, _Text] = field(default_factory=dict)
+
+    def append(self, piece: Piece, choice: int, first_token: int) -> None:
+        """Add a piece of a choice that begins at a token."""
+        last = self._last.get(choice)
+        if last is not None and last.kind is piece.kind:
+            last.text += piece.text
+            return
+        self._last[choice] = _Text(choice, piece.kind, first_token, piece.text)
+        self.items.append(self._last[choice])
+
+    def copy(self) -> _Texts:
+        """Return texts of their own that say the same."""
+        items = [replace(text) for text in self.items]
+        return _Texts(items, {text.choice: text for text in items})
 
 
 @dataclass(slots=True)
@@ -59,7 +74,7 @@ class _Channel:
     """What one request has produced and how much of it was written.
 
     Attributes:
-        unwritten: what no stream entry holds yet.
+        unwritten: what no stream entry holds yet; nothing while nobody wants a stream.
         everything: all there is, for one who begins to watch.
         written_tokens: of each choice, the tokens whose text was taken for a stream entry.
     """
@@ -67,8 +82,8 @@ class _Channel:
     request: PreparedRequest
     streaming: bool
     next_progress: float
-    unwritten: list[_Text] = field(default_factory=list)
-    everything: list[_Text] = field(default_factory=list)
+    unwritten: _Texts = field(default_factory=_Texts)
+    everything: _Texts = field(default_factory=_Texts)
     num_tokens: Counter[int] = field(default_factory=Counter)
     written_tokens: Counter[int] = field(default_factory=Counter)
     unsaved_ids: array.array[int] = field(default_factory=lambda: array.array("I"))
@@ -145,14 +160,15 @@ class Publisher:
             channel = self._channels.get(execution_id)
             if channel is None:
                 return
-            is_first = not channel.everything
+            is_first = not channel.everything.items
             if token_id >= 0:
                 channel.num_tokens[choice] += 1
                 if choice == 0:
                     channel.unsaved_ids.append(token_id)
             for piece in pieces:
-                _append(channel.unwritten, piece, choice, channel.written_tokens[choice])
-                _append(channel.everything, piece, choice, 0)
+                channel.everything.append(piece, choice, 0)
+                if channel.streaming:
+                    channel.unwritten.append(piece, choice, channel.written_tokens[choice])
         if is_first and pieces and channel.streaming:
             self._wake.set()
 
@@ -193,16 +209,8 @@ class Publisher:
                 channel = self._channels.get(execution_id)
                 if channel is not None and not channel.streaming:
                     channel.streaming = True
-                    channel.unwritten = [
-                        replace(text, first_token=0) for text in channel.everything
-                    ]
+                    channel.unwritten = channel.everything.copy()
         self._wake.set()
-
-    def is_streaming(self, execution_id: str) -> bool:
-        """Whether this row's text goes to a stream."""
-        with self._lock:
-            channel = self._channels.get(execution_id)
-            return channel is not None and channel.streaming
 
     # The publisher thread -------------------------------------------------------------------
 
@@ -250,10 +258,10 @@ class Publisher:
         if channel.in_flight is not None:
             return channel.in_flight
         entries: list[list[str]] = []
-        if channel.streaming and channel.unwritten:
+        if channel.unwritten.items:
             attempt = channel.request.claimed.attempt
-            entries = [text.entry(attempt) for text in channel.unwritten]
-            channel.unwritten = []
+            entries = [text.entry(attempt) for text in channel.unwritten.items]
+            channel.unwritten = _Texts()
             channel.written_tokens = channel.num_tokens.copy()
         progress: list[bytes] = []
         is_due = now >= channel.next_progress
@@ -296,7 +304,9 @@ class Publisher:
             done = [
                 channel.ended
                 for channel in self._channels.values()
-                if channel.ended is not None and not channel.unwritten and channel.in_flight is None
+                if channel.ended is not None
+                and not channel.unwritten.items
+                and channel.in_flight is None
             ]
             for generated in done:
                 del self._channels[generated.request.execution_id]

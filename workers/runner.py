@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,8 +36,8 @@ class Runner(Protocol):
     def row_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a row of so many tokens takes, padding included."""
 
-    def add(self, row_id: str, num_tokens: int) -> None:
-        """Make room for a row of so many prompt tokens."""
+    def add(self, rows: Mapping[str, int]) -> None:
+        """Make room for rows, each of so many prompt tokens."""
 
     def insert(self, row_id: str, state: Any, num_tokens: int) -> None:
         """Add a row that holds something already, with room for so many tokens."""
@@ -49,8 +49,11 @@ class Runner(Protocol):
             NotExtractable: mlx-lm cannot copy what this model keeps.
         """
 
-    def drop(self, row_id: str, *, wipe: bool = False) -> None:
-        """Forget a row, if it is known; with ``wipe``, because NaN may be in it."""
+    def drop(self, row_id: str) -> None:
+        """Forget a row, if it is known."""
+
+    def shrink(self) -> None:
+        """Give back what no row uses."""
 
     def clear(self) -> None:
         """Forget every row."""

@@ -285,10 +285,13 @@ class Scheduler:
         """
         return self._sequences[sequence_id].kv_tokens
 
-    def newest(self) -> str | None:
-        """Return the row that was admitted last, None when no row has tokens left to generate."""
+    def first_to_go(self) -> str | None:
+        """Return the row to pre-empt first: of the lowest priority the one admitted last.
+
+        None when no row has tokens left to generate.
+        """
         rows = [row for row in self._rows() if not row.is_exhausted]
-        return max(rows, key=attrgetter("admission")).id if rows else None
+        return min(rows, key=lambda row: (row.priority, -row.admission)).id if rows else None
 
     @property
     def decoding(self) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def _run_together(runner: Runner) -> list[_Row]:
     """Generate greedily in one batch and return the rows in the order of their prompts."""
     prompts = {str(index): prompt for index, prompt in enumerate(_PROMPTS)}
     for row_id, prompt in prompts.items():
-        runner.add(row_id, len(prompt))
+        runner.add({row_id: len(prompt)})
     for cut in (slice(0, _CUT), slice(_CUT, -1)):
         mx.eval(runner.prefill([PromptChunk(r, prompt[cut]) for r, prompt in prompts.items()]))
     tokens = {row_id: prompt[-1] for row_id, prompt in prompts.items()}

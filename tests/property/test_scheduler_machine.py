@@ -304,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scheduler.tokens_of(sequence.id) == sequence.kv_tokens
         going_on = [row for row in self.rows if row.state is State.PREFILLING or row.may_decode]
         newest = max(going_on, key=lambda row: row.joined or 0, default=None)
-        assert scheduler.newest() == (newest.id if newest else None)
+        assert scheduler.first_to_go() == (newest.id if newest else None)
 
     # Helpers.
 

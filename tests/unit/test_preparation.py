@@ -265,3 +265,22 @@ def test_a_thinking_budget_needs_a_model_that_thinks() -> None:
 
 def test_priority_reaches_the_rows() -> None:
     assert [row.priority for row in prepare_chat(priority=7).rows(FakeTokenizer())] == [7]
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message"])
+def test_a_field_of_the_request_is_none_of_the_templates(name: str) -> None:
+    field = refused_field(chat_template_kwargs={name: True})
+    assert field == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 4), ("echo", True)]
+)
+def test_what_contradicts_a_constraint_is_refused(field: str, value: Any) -> None:
+    body = {"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}, field: value}
+    assert refusal(claimed_call(tasks.COMPLETION, body)).param == field
+
+
+def test_a_line_may_not_ask_for_answers_without_number() -> None:
+    body = {"prompt": ["a"] * 20, "n": 128}
+    assert refusal(claimed_call(tasks.COMPLETION, body)).param == "prompt"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
@@ -242,6 +244,16 @@ def test_top_p_keeps_the_smallest_set_that_holds_its_share(top_p: float, kept: s
 
 def test_top_p_keeps_all_tokens_as_likely_as_the_last_it_keeps() -> None:
     assert set(draw(SamplingPlan(1.0, 0.1, 5), mx.zeros((1, 4)), 100)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_exclusion_at_threshold_zero_leaves_what_was_cut_out(cut: dict[str, Any]) -> None:
+    row = formula_logits(500)
+    options = {"top_p": 1.0, **cut, "xtc_probability": 1.0, "xtc_threshold": 0.0}
+    kept = np.argsort(-np.array(row[0]))[:200]
+    drawn = draw(SamplingPlan(1.0, seed=3, **options), row, 20)
+    assert len(set(drawn)) == 1  # all top choices but the least likely are out
+    assert set(drawn) <= set(kept.tolist())
 
 
 def test_a_masked_token_is_never_drawn() -> None:

@@ -352,11 +352,11 @@ def test_the_engine_may_preempt_a_row_in_any_phase() -> None:
     scheduler.add("b", num_tokens=40, token_limit=10, cached_tokens=4)
     step(scheduler, 8)
     step(scheduler, 8)
-    assert scheduler.newest() == "b"
+    assert scheduler.first_to_go() == "b"
     scheduler.preempt("b")
     scheduler.preempt("a")
     scheduler.preempt("a")
-    assert scheduler.newest() is None
+    assert scheduler.first_to_go() is None
     assert scheduler.num_waiting == 2
     plan = step(scheduler)
     assert plan.admitted == ("a", "b")
@@ -396,7 +396,7 @@ def test_a_row_that_waits_for_its_last_token_keeps_its_room_and_is_not_preempted
         scheduler.preempt("b")
     assert until_preempted(scheduler).preempted == ("a",)
     assert scheduler.decoding == ("b",)
-    assert scheduler.newest() is None
+    assert scheduler.first_to_go() is None
 
 
 # Numbers and mistakes.
@@ -413,7 +413,7 @@ def test_the_counts_say_where_the_sequences_are() -> None:
     counts = (scheduler.num_waiting, scheduler.num_prefilling, scheduler.num_decoding)
     assert (*counts, scheduler.num_rows) == (2, 1, 2, 3)
     assert scheduler.decoding == ("a", "b")
-    assert scheduler.newest() == "c"
+    assert scheduler.first_to_go() == "c"
     assert scheduler.kv_bytes_used == 5 + 5 + 10
     assert scheduler.kv_bytes_reserved == 15 + 15 + 110
 

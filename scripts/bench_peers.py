@@ -25,7 +25,7 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from queue_service.requests import ChatRequest, Endpoint, parse_request
 from workers.batch_engine import BatchEngine
-from workers.engine import Failed, RowRequest
+from workers.engine import Failed, RowRequest, Token
 from workers.gguf import read_gguf
 from workers.memory import MemoryGuard, apply_limits, plan_memory
 from workers.mlx_sampling import draw
@@ -203,6 +203,8 @@ def generate(
         for event in events:
             if isinstance(event, Failed):
                 raise event.error
+            if not isinstance(event, Token):
+                continue
             index = int(event.row_id)
             tokens[index].append(event.token_id)
             longest_pause = max(longest_pause, now - last_seen.get(index, now))
@@ -263,9 +265,13 @@ class IdleRunner(Runner):
 
     def add(self, rows: Mapping[str, int]) -> None: ...
 
-    def insert(self, row_id: str, state: Any, num_tokens: int) -> None: ...
+    is_sliceable = False
 
-    def extract(self, row_id: str) -> Any: ...
+    def is_finite(self, state: Any) -> bool: ...
+
+    def insert(self, row_id: str, state: Any, length: int, num_tokens: int) -> None: ...
+
+    def extract(self, row_id: str, length: int | None = None) -> Any: ...
 
     def drop(self, row_id: str) -> None: ...
 

@@ -13,7 +13,7 @@ from mlx_lm.models import qwen3
 
 from tests.reference_engine import ReferenceEngine
 from workers.batch_engine import BatchEngine
-from workers.engine import RowRequest, Token, TokenLogprobs
+from workers.engine import Begun, RowRequest, Token, TokenLogprobs
 from workers.memory import MemoryGuard
 from workers.pace import PrefillPace
 from workers.packed import PackedRunner
@@ -88,6 +88,7 @@ class Bench:
         max_rows: int = 8,
         chunk: int = 16,
         memory: MemoryGuard | None = None,
+        prefix_bytes: int = PLENTY,
         runner: PackedRunner | None = None,
         model: Module | None = None,
     ) -> None:
@@ -100,9 +101,11 @@ class Bench:
             policy=Policy(kv_budget_bytes=budget, max_rows=max_rows, expected_tokens=8),
             pace=PrefillPace(most_tokens=chunk, first_guess=chunk),
             memory=memory,
+            prefix_bytes=prefix_bytes,
         )
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.cached: dict[str, int] = {}
         self.failed: dict[str, Exception] = {}
 
     def add(self, *requests: RowRequest) -> None:
@@ -114,6 +117,8 @@ class Bench:
                 self.tokens.setdefault(event.row_id, []).append(event.token_id)
                 if event.logprobs is not None:
                     self.logprobs.setdefault(event.row_id, []).append(event.logprobs)
+            elif isinstance(event, Begun):
+                self.cached[event.row_id] = event.cached_tokens
             else:
                 self.failed[event.row_id] = event.error
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from queue_service.errors import RequestError
-from workers.engine import Failed, RowRequest, Token
+from workers.engine import Event, Failed, RowRequest, Token
 from workers.errors import TransientError
 from workers.generation import EngineParts
 from workers.model_info import ModelInfo
@@ -68,11 +68,11 @@ class FakeEngine:
         for row_id in row_ids:
             self.rows.pop(row_id, None)
 
-    def step(self) -> list[Token | Failed]:
+    def step(self) -> list[Event]:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         self.batch_sizes.append(len(self.rows))
-        events: list[Token | Failed] = []
+        events: list[Event] = []
         for row_id, row in list(self.rows.items()):
             text = bytes(row.request.prompt_ids)
             if text.startswith(b"crash"):

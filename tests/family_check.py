@@ -70,7 +70,7 @@ class _Drive:
         self.rows[row_id] = _Row(alone)
 
     def insert(self, row_id: str, state: Any, like: _Row) -> None:
-        self.runner.insert(row_id, state, len(like.alone.prompt))
+        self.runner.insert(row_id, state, state.num_tokens, len(like.alone.prompt))
         self.rows[row_id] = replace(like)
 
     def take_out(self, row_id: str) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
 
-from workers.engine import Failed, RowRequest, Token
+from workers.engine import Event, RowRequest, Token
 from workers.mlx_sampling import draw, greedy
 from workers.sampling import SamplingPlan
 
@@ -89,10 +89,10 @@ class ReferenceEngine:
         if uids:
             self._generator.remove(uids)  # type: ignore[no-untyped-call]
 
-    def step(self) -> list[Token | Failed]:
+    def step(self) -> list[Event]:
         """Decode one token for every running row and prefill one chunk of the waiting ones."""
         _, responses = self._generator.next()  # type: ignore[no-untyped-call]
-        tokens: list[Token | Failed] = []
+        tokens: list[Event] = []
         for response in responses:
             row_id = self._row_ids[response.uid]
             tokens.append(Token(row_id, response.token))

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from workers.engine import Failed, RowRequest, Token
+from workers.engine import Begun, Event, Failed, RowRequest, Token
 from workers.errors import InsufficientMemory, InvalidLogits
 from workers.memory import MemoryGuard, Pressure
 from workers.mlx_logits import (
@@ -29,6 +28,7 @@ from workers.mlx_logits import (
 )
 from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
+from workers.prefixes import Prefix, PrefixStore, common_length
 from workers.runner import NotExtractable, PromptChunk, Runner
 from workers.scheduler import Chunk, Policy, Scheduler, SchedulerCorrupt
 
@@ -40,6 +40,10 @@ _STEPS_BETWEEN_MEMORY_CHECKS = 16
 # A step that fails so often in a row, with nothing generated in between, is not repeated.
 _MOST_FAILURES = 3
 _NO_TOKEN = -1
+# Tokens that prompts must begin with alike for one of them to wait for the other.
+_LEAST_SHARED = 16
+# So many more are computed again rather than waited for.
+_NOT_WORTH_WAITING = 32
 
 
 @dataclass(slots=True)
@@ -49,13 +53,21 @@ class _Row:
     Attributes:
         tokens: the prompt and what was generated.
         rules: what its logits go through, None for nothing.
-        prefix: what another row has computed of the prompt, until it is taken over.
+        number: counts rows in the order in which they came.
+        prefix: what others have computed of the prompt, until it is taken over.
+        prefix_tokens: how much of that is used.
+        waits_for: the row that is computing a prefix for this one.
+        is_dropped: the runner holds it no more, since its last token is on its way.
     """
 
     request: RowRequest
     tokens: list[int]
     rules: RowRules | None
-    prefix: Any = None
+    number: int
+    prefix: Prefix | None = None
+    prefix_tokens: int = 0
+    waits_for: str | None = None
+    is_dropped: bool = False
 
     @property
     def num_generated(self) -> int:
@@ -96,6 +108,7 @@ class BatchEngine:
         policy: what the scheduler may use.
         pace: how much of the prompts a step takes in.
         memory: watches what the device has left.
+        prefix_bytes: what prefixes shared by several prompts may take, beside the rows.
         clock: seconds, monotonic.
     """
 
@@ -108,6 +121,7 @@ class BatchEngine:
         policy: Policy,
         pace: PrefillPace | None = None,
         memory: MemoryGuard | None = None,
+        prefix_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -120,9 +134,11 @@ class BatchEngine:
         self._rows: dict[str, _Row] = {}
         self._scheduler = Scheduler(policy, runner.row_bytes)
         self._launched: _Launched | None = None
-        # Rows that wait for the prompt of another, by that one.
-        self._followers: dict[str, list[str]] = {}
-        self._events: list[Token | Failed] = []
+        self._prefixes = PrefixStore(prefix_bytes, is_sliceable=runner.is_sliceable)
+        # Rows that wait for a prefix, by the row that computes it, and the length of each.
+        self._followers: dict[str, dict[str, int]] = {}
+        self._events: list[Event] = []
+        self._num_rows_ever = 0
         self._num_steps = 0
         self._num_failures = 0
 
@@ -135,10 +151,11 @@ class BatchEngine:
                 continue
             prompt = list(request.prompt_ids)
             rules = RowRules.of_row(request.rules, sorted(request.stop_ids), prompt)
-            row = _Row(request, prompt, rules)
+            self._num_rows_ever += 1
+            row = _Row(request, prompt, rules, self._num_rows_ever)
             self._rows[request.row_id] = row
             self._schedule(row)
-            self._follow(row)
+            self._seek_prefix(row)
 
     def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""
@@ -150,7 +167,7 @@ class BatchEngine:
                 self._scheduler.finished_with(row.num_generated)
             self._leave(row)
 
-    def step(self) -> list[Token | Failed]:
+    def step(self) -> list[Event]:
         """Decode one token for every running row, take in some of the prompts of the others.
 
         Raises:
@@ -233,8 +250,8 @@ class BatchEngine:
         )
         mx.async_eval(made)  # type: ignore[no-untyped-call]
         for chunk in chunks:
-            if chunk.is_last and chunk.sequence_id in self._followers:
-                self._share_prompt(chunk.sequence_id)
+            if chunk.sequence_id in self._followers:
+                self._serve_followers(chunk)
         return made
 
     def _forward(self, row_ids: Sequence[str], before: _Launched | None) -> _Forwarded:
@@ -263,6 +280,7 @@ class BatchEngine:
         for row, position in zip(rows, positions, strict=True):
             if position + 1 == row.request.token_limit:
                 self._runner.drop(row.request.row_id)  # its last token: nothing follows
+                row.is_dropped = True
         return _Forwarded(rows, logits, positions)
 
     def _read(self, launched: _Launched) -> None:
@@ -364,36 +382,104 @@ class BatchEngine:
         self._runner.add({row.request.row_id: len(row.tokens) for row in fresh})
         for row in rows:
             if row.prefix is not None:
-                self._runner.insert(row.request.row_id, row.prefix, len(row.tokens))
-                row.prefix = None
+                self._runner.insert(
+                    row.request.row_id, row.prefix.state, row.prefix_tokens, len(row.tokens)
+                )
+                self._prefixes.touch(row.prefix)
+            self._events.append(Begun(row.request.row_id, row.prefix_tokens))
+            self._let_go_of_prefix(row)
 
-    def _follow(self, row: _Row) -> None:
-        """Let a row wait until the one that it shares its prompt with has computed it."""
-        request = row.request
-        leader = self._rows.get(request.prompt_of or "")
-        if leader is None or leader.num_generated or len(request.prompt_ids) < 2:
-            return
-        self._scheduler.hold(request.row_id)
-        self._followers.setdefault(leader.request.row_id, []).append(request.row_id)
+    # Prefixes that rows share ---------------------------------------------------------------
 
-    def _share_prompt(self, leader_id: str) -> None:
-        followers = self._followers.pop(leader_id)
-        num_tokens = len(self._rows[leader_id].tokens)
-        kept = {
-            id(row.prefix): self._runner.row_bytes(len(row.tokens))
-            for row in self._rows.values()
-            if row.prefix is not None
+    def _seek_prefix(self, row: _Row) -> None:
+        """Let a new row use what is known of its prompt, or wait for the row that computes it."""
+        prefix, num_known = self._prefixes.best(row.request.prompt_ids)
+        leader, num_shared = self._best_leader(row)
+        if num_known >= _LEAST_SHARED and num_known + _NOT_WORTH_WAITING >= num_shared:
+            assert prefix is not None
+            self._use_prefix(row, prefix, num_known)
+        elif leader is not None and num_shared >= _LEAST_SHARED:
+            leader_id = leader.request.row_id
+            if self._scheduler.tokens_of(leader_id) >= num_shared:
+                self._share(leader, {row.request.row_id: num_shared})
+            else:
+                self._scheduler.hold(row.request.row_id)
+                row.waits_for = leader_id
+                self._followers.setdefault(leader_id, {})[row.request.row_id] = num_shared
+
+    def _best_leader(self, row: _Row) -> tuple[_Row | None, int]:
+        """Return the earlier row with which a prompt has most in common, and how many tokens."""
+        best, length = None, 0
+        prompt = row.request.prompt_ids
+        for other in self._rows.values():
+            if other.number >= row.number or other.is_dropped:
+                continue
+            theirs = other.request.prompt_ids
+            shared = min(common_length(theirs, prompt), len(theirs) - 1, len(prompt) - 1)
+            if not self._runner.is_sliceable and (
+                shared < len(theirs) - 1 or self._scheduler.tokens_of(other.request.row_id)
+            ):
+                continue
+            if shared > length:
+                best, length = other, shared
+        return best, length
+
+    def _serve_followers(self, chunk: Chunk) -> None:
+        """Hand on what a row has computed to those that wait for no more than that."""
+        leader_id = chunk.sequence_id
+        waiting = self._followers[leader_id]
+        ready = {
+            row_id: length
+            for row_id, length in waiting.items()
+            if chunk.is_last or (length <= chunk.stop and self._runner.is_sliceable)
         }
-        needed = self._runner.nbytes + sum(kept.values()) + self._runner.row_bytes(num_tokens)
-        state = None
-        if needed <= self._policy.kv_budget_bytes:  # else each computes the prompt itself
+        for row_id in ready:
+            del waiting[row_id]
+        if not waiting:
+            del self._followers[leader_id]
+        if ready:
+            self._share(self._rows[leader_id], ready)
+
+    def _share(self, leader: _Row, lengths: Mapping[str, int]) -> None:
+        """Keep a prefix of what a row holds and let others use so much of it each."""
+        length = max(lengths.values())
+        num_bytes = self._runner.row_bytes(length)
+        prefix = None
+        if self._prefixes.make_room(num_bytes):  # else each computes it for itself
             with contextlib.suppress(NotExtractable):
-                state = self._runner.extract(leader_id)
-        for row_id in followers:
-            if state is not None:
-                self._rows[row_id].prefix = state
-                self._scheduler.set_cached(row_id, num_tokens - 1)
+                state = self._runner.extract(leader.request.row_id, length)
+                if self._runner.is_finite(state):
+                    prefix = Prefix(leader.request.prompt_ids[:length], state, num_bytes)
+                    self._prefixes.add(prefix)
+        for row_id, shared in lengths.items():
+            row = self._rows[row_id]
+            row.waits_for = None
+            if prefix is not None:
+                self._use_prefix(row, prefix, shared)
             self._scheduler.release(row_id)
+
+    def _use_prefix(self, row: _Row, prefix: Prefix, num_tokens: int) -> None:
+        prefix.num_waiting += 1
+        row.prefix, row.prefix_tokens = prefix, num_tokens
+        self._scheduler.set_cached(row.request.row_id, num_tokens)
+
+    def _let_go_of_prefix(self, row: _Row) -> None:
+        if row.prefix is not None:
+            row.prefix.num_waiting -= 1
+            row.prefix, row.prefix_tokens = None, 0
+
+    def _leave_prefixes(self, row: _Row) -> None:
+        """See that nobody waits for, or as, a row that leaves."""
+        self._let_go_of_prefix(row)
+        if row.waits_for is not None:
+            self._followers[row.waits_for].pop(row.request.row_id)
+            if not self._followers[row.waits_for]:
+                del self._followers[row.waits_for]
+        for row_id in self._followers.pop(row.request.row_id, {}):
+            follower = self._rows[row_id]
+            follower.waits_for = None
+            self._scheduler.release(row_id)
+            self._seek_prefix(follower)
 
     def _refusal(self, request: RowRequest) -> Exception | None:
         # The preparer has checked it; an id outside the vocabulary would end the process.
@@ -411,22 +497,9 @@ class BatchEngine:
     def _leave(self, row: _Row) -> None:
         row_id = row.request.row_id
         del self._rows[row_id]
-        self._leave_followers(row)
+        self._leave_prefixes(row)
         self._scheduler.remove(row_id)
         self._runner.drop(row_id)
-
-    def _leave_followers(self, row: _Row) -> None:
-        """See that nobody waits for, or as, a row that leaves."""
-        row_id = row.request.row_id
-        for others in self._followers.values():
-            if row_id in others:
-                others.remove(row_id)
-        waiting = self._followers.pop(row_id, [])
-        if waiting:
-            first, *rest = waiting
-            self._scheduler.release(first)
-            if rest:
-                self._followers[first] = rest
 
     def _fail(self, row: _Row, error: Exception) -> None:
         self._leave(row)
@@ -442,12 +515,14 @@ class BatchEngine:
         )
         self._launched = None
         self._followers.clear()
+        self._prefixes.clear()
         self._runner.clear()
         mx.clear_cache()
         policy = replace(self._policy, expected_tokens=self._scheduler.expected_tokens)
         self._scheduler = Scheduler(policy, self._runner.row_bytes)
         for row in self._rows.values():
-            row.prefix = None
+            row.prefix, row.prefix_tokens, row.waits_for = None, 0, None
+            row.is_dropped = False
             self._schedule(row)
 
     # Memory ---------------------------------------------------------------------------------

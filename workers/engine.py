@@ -61,7 +61,6 @@ class RowRequest:
         stop_ids: a row that generates one of these has ended with it.
         matcher: what the tokens must follow; the row's own.
         num_top_logprobs: log-probabilities wanted beside the token's own; None for none at all.
-        prompt_of: another row whose prompt is the same and is prefilled for both.
         priority: among the rows that wait for room, higher goes first.
     """
 
@@ -73,7 +72,6 @@ class RowRequest:
     rules: LogitRules = NO_RULES
     matcher: TokenMatcher | None = None
     num_top_logprobs: int | None = None
-    prompt_of: str | None = None
     priority: int = 0
 
 
@@ -95,11 +93,22 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A row that took its place, with so many tokens of its prompt from what others computed."""
+
+    row_id: str
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A row that left the batch without an ending; the error's class says what becomes of it."""
 
     row_id: str
     error: Exception
+
+
+Event = Begun | Token | Failed
 
 
 class Engine(Protocol):
@@ -111,8 +120,8 @@ class Engine(Protocol):
     def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""
 
-    def step(self) -> list[Token | Failed]:
-        """Do one bounded piece of work; return the tokens that became known, at most one a row.
+    def step(self) -> list[Event]:
+        """Do one bounded piece of work; return what happened, at most one token a row.
 
         A row that generated one of its stop ids or reached its limit leaves the batch.
         """

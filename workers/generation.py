@@ -11,7 +11,7 @@ from typing import Protocol
 
 from workers.answer import AnswerDecoder, ChoiceBuilder
 from workers.answer_forms import Piece
-from workers.engine import Engine, Failed, Token
+from workers.engine import Begun, Engine, Failed, Token
 from workers.requests import Generated, PreparedRequest
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,12 @@ class _Job:
 
     request: PreparedRequest
     builders: list[ChoiceBuilder]
+    cached_tokens: int = 0
+
+    def note_cached(self, choice: int, num_tokens: int) -> None:
+        """Count what a prompt had from others, once however many choices it has."""
+        if choice % self.request.choices_per_prompt == 0:
+            self.cached_tokens += num_tokens
 
     @property
     def row_ids(self) -> list[str]:
@@ -144,6 +150,9 @@ class GenerationThread:
             job, choice = self._rows.get(event.row_id, (None, 0))
             if job is None:
                 continue
+            if isinstance(event, Begun):
+                job.note_cached(choice, event.cached_tokens)
+                continue
             if isinstance(event, Failed):
                 self._fail(parts.engine, job, event.error)
                 continue
@@ -228,7 +237,8 @@ class GenerationThread:
         engine.remove([token.row_id])
         if job.has_ended:
             del self._jobs[job.request.execution_id]
-            self._sink.end(Generated(job.request, [one.choice() for one in job.builders]))
+            choices = [one.choice() for one in job.builders]
+            self._sink.end(Generated(job.request, choices, job.cached_tokens))
 
     def _fail(self, engine: Engine, job: _Job, error: Exception) -> None:
         self._remove(engine, job)

@@ -65,10 +65,15 @@ class RowKV:
     values: list[mx.array]
     num_tokens: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(array.nbytes for array in (*self.keys, *self.values))
+    def head(self, num_tokens: int) -> RowKV:
+        """Return the first columns, not copied."""
+        if num_tokens == self.num_tokens:
+            return self
+        return RowKV(
+            [keys[:, :, :num_tokens] for keys in self.keys],
+            [values[:, :, :num_tokens] for values in self.values],
+            num_tokens,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -135,9 +140,9 @@ class Block:
             self.write(layer, slot, 0, keys, values)
         self.lengths[slot] = row.num_tokens
 
-    def take(self, slot: int) -> RowKV:
-        """Return a copy of a row, evaluated and without padding."""
-        used = self.lengths[slot]
+    def take(self, slot: int, length: int | None = None) -> RowKV:
+        """Return a copy of a row's first columns, evaluated and without padding."""
+        used = self.lengths[slot] if length is None else length
         row = RowKV(
             [mx.contiguous(keys[slot : slot + 1, :, :used]) for keys in self.keys],
             [mx.contiguous(values[slot : slot + 1, :, :used]) for values in self.values],
@@ -192,10 +197,10 @@ class BlockStore:
         block, slot = self.slots[row_id]
         block.put(slot, row)
 
-    def extract(self, row_id: str) -> RowKV:
-        """Return a copy of a row, evaluated and without padding."""
+    def extract(self, row_id: str, length: int | None = None) -> RowKV:
+        """Return a copy of a row's first columns, evaluated and without padding."""
         block, slot = self.slots[row_id]
-        return block.take(slot)
+        return block.take(slot, length)
 
     def length(self, row_id: str) -> int:
         """Return the columns that a row has in use; 0 for an unknown id."""

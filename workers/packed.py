@@ -316,6 +316,10 @@ class PackedRunner:
         """Make room for rows, each of so many prompt tokens."""
         self.store.add(rows)
 
+    def is_finite(self, state: RowKV) -> bool:
+        """Return whether every number of a state is one; others would spread."""
+        return _all_finite([*state.keys, *state.values])
+
     def drop(self, row_id: str) -> None:
         """Forget a row."""
         self.store.drop(row_id)
@@ -367,13 +371,18 @@ class PackedRunner:
             block.lengths[slot] += 1
         return logits[:, 0]
 
-    def extract(self, row_id: str) -> RowKV:
-        """Return a copy of what a row holds, evaluated."""
-        return self.store.extract(row_id)
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether what a row holds of its first tokens can be had alone: each has its columns."""
+        return True
 
-    def insert(self, row_id: str, state: RowKV, num_tokens: int) -> None:
-        """Add a row that holds something already, with room for so many tokens."""
-        self.store.insert(row_id, state, num_tokens)
+    def extract(self, row_id: str, length: int | None = None) -> RowKV:
+        """Return a copy of what a row holds of its first tokens, evaluated."""
+        return self.store.extract(row_id, length)
+
+    def insert(self, row_id: str, state: RowKV, length: int, num_tokens: int) -> None:
+        """Add a row that begins with ``length`` tokens of a state, with room for so many in all."""
+        self.store.insert(row_id, state.head(length), num_tokens)
 
     @property
     def nbytes(self) -> int:
@@ -416,6 +425,10 @@ class PackedRunner:
             tokens = slice(first, len(positions))
             writes.append((block, mx.array(slots), mx.array(columns), tokens))
         return _Decode(runs, writes, positions)
+
+
+def _all_finite(arrays: Sequence[mx.array]) -> bool:
+    return bool(mx.all(mx.stack([mx.isfinite(array).all() for array in arrays])).item())
 
 
 def _window(cache: object) -> int | None:

@@ -81,11 +81,18 @@ class PaddedRunner:
         for row_id in rows:
             self._rows[row_id] = _Row(0, make_prompt_cache(self.model))
 
-    def insert(self, row_id: str, state: PaddedState, num_tokens: int) -> None:
-        """Add a row that holds something already."""
+    def insert(self, row_id: str, state: PaddedState, length: int, num_tokens: int) -> None:
+        """Add a row that begins with all tokens of a state."""
+        if length != state.num_tokens:
+            raise ValueError(f"a state of {state.num_tokens} tokens cannot be cut to {length}")
         self._rows[row_id] = _Row(state.num_tokens, _copied(state.caches))
 
-    def extract(self, row_id: str) -> PaddedState:
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether what a row holds of its first tokens can be had alone: not of every cache."""
+        return False
+
+    def extract(self, row_id: str, length: int | None = None) -> PaddedState:
         """Return a copy of what a row holds, evaluated.
 
         Raises:
@@ -101,6 +108,11 @@ class PaddedRunner:
             caches = _copied(own)
         mx.eval([cache.state for cache in caches])
         return PaddedState(caches, row.length)
+
+    def is_finite(self, state: PaddedState) -> bool:
+        """Return whether every number of a state is one; others would spread."""
+        numbers = [a for a in _arrays(state.caches) if mx.issubdtype(a.dtype, mx.floating)]
+        return all(bool(mx.isfinite(array).all().item()) for array in numbers)
 
     def shrink(self) -> None:
         """Give back what no row uses: nothing, since a batch cache holds its rows only."""

@@ -82,11 +82,10 @@ class PreparedRequest:
         return self.prompts[choice // self.choices_per_prompt]
 
     def rows(self, decoder: Decoder) -> list[RowRequest]:
-        """Return a row for each choice, in their order; a prompt is prefilled for its first."""
+        """Return a row for each choice, in their order."""
         rows = []
         for choice, sampling in enumerate(self.samplings):
             prompt = self.prompt_of(choice)
-            first = choice - choice % self.choices_per_prompt
             rows.append(
                 RowRequest(
                     row_id=self.row_id(choice),
@@ -97,7 +96,6 @@ class PreparedRequest:
                     rules=self.rules,
                     matcher=self.form.matcher(decoder),
                     num_top_logprobs=self.num_top_logprobs,
-                    prompt_of=self.row_id(first) if choice != first else None,
                     priority=self.priority,
                 )
             )

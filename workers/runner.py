@@ -39,15 +39,22 @@ class Runner(Protocol):
     def add(self, rows: Mapping[str, int]) -> None:
         """Make room for rows, each of so many prompt tokens."""
 
-    def insert(self, row_id: str, state: Any, num_tokens: int) -> None:
-        """Add a row that holds something already, with room for so many tokens."""
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether what a row holds of its first tokens can be had alone."""
 
-    def extract(self, row_id: str) -> Any:
-        """Return a copy of what a row holds, evaluated, as `insert` takes it.
+    def insert(self, row_id: str, state: Any, length: int, num_tokens: int) -> None:
+        """Add a row that begins with ``length`` tokens of a state, with room for so many in all."""
+
+    def extract(self, row_id: str, length: int | None = None) -> Any:
+        """Return a copy of what a row holds of its first tokens, evaluated, for `insert`.
 
         Raises:
             NotExtractable: mlx-lm cannot copy what this model keeps.
         """
+
+    def is_finite(self, state: Any) -> bool:
+        """Return whether every number of a state is one; others would spread."""
 
     def drop(self, row_id: str) -> None:
         """Forget a row, if it is known."""

@@ -21,7 +21,7 @@ from queue_service.broker import Beat, Broker, Claimed, Outcome, Publication
 from queue_service.settings import WorkerSettings
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import ServedModel, run_child
-from workers.engine import Failed, RowRequest, Token
+from workers.engine import Event, RowRequest
 
 
 class Point(StrEnum):
@@ -110,7 +110,7 @@ class MortalEngine(FakeEngine):
         super().add(requests)
         self._fuse.reach(Point.MID_PREFILL)
 
-    def step(self) -> list[Token | Failed]:
+    def step(self) -> list[Event]:
         tokens = super().step()
         self._fuse.reach(Point.MID_DECODE)
         return tokens

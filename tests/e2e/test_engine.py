@@ -9,7 +9,7 @@ import pytest
 from mlx.nn.layers.base import Module
 
 from workers.batch_engine import BatchEngine
-from workers.engine import RowRequest, Token
+from workers.engine import Begun, RowRequest, Token
 from workers.model_info import DEMO_MODEL
 from workers.models import LoadedModel, load_model
 from workers.pace import PrefillPace
@@ -62,6 +62,8 @@ class Bench:
 
     def step(self) -> None:
         for event in self.engine.step():
+            if isinstance(event, Begun):
+                continue
             assert isinstance(event, Token)
             self.tokens.setdefault(event.row_id, []).append(event.token_id)
 

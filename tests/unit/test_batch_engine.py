@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ from tests.engine_bench import (
     request,
     tiny_model,
 )
-from workers.engine import Failed, LogitRules
+from workers.engine import Failed, LogitRules, RowRequest
 from workers.errors import InsufficientMemory, InvalidLogits
 from workers.memory import MemoryGuard
 from workers.packed import PackedRunner
@@ -202,7 +203,7 @@ def test_nan_ends_its_row_alone_and_does_not_stay_in_memory() -> None:
 
 def test_nan_of_a_row_that_left_before_anybody_saw_it_harms_no_other() -> None:
     bench = Bench(model=poisoned_model(), max_rows=2)
-    neighbour = request("neighbour", tokens=[5] * 90, limit=10)
+    neighbour = request("neighbour", tokens=[6] * 90, limit=10)
     bench.add(request("bad", tokens=[*[5] * 60, 127, 9, 3]), neighbour)
     while (
         not bench.runner.store.blocks
@@ -214,6 +215,16 @@ def test_nan_of_a_row_that_left_before_anybody_saw_it_harms_no_other() -> None:
     bench.run()
     assert bench.failed == {}
     assert len(bench.tokens["heir"]) == 10
+
+
+def test_nan_in_a_prefix_is_not_handed_on() -> None:
+    bench = Bench(model=poisoned_model(), chunk=64)
+    shared = [5] * 60
+    heirs = [request(f"heir-{i}", tokens=[*shared, 7, 8 + i], limit=5) for i in range(3)]
+    bench.add(request("bad", tokens=[*shared, 127, 9, 3]), *heirs)
+    bench.run()
+    assert set(bench.failed) == {"bad"}
+    assert all(len(bench.tokens[heir.row_id]) == 5 for heir in heirs)
 
 
 def test_a_row_whose_every_token_is_forbidden_fails_alone() -> None:
@@ -453,7 +464,6 @@ def test_rows_with_one_prompt_prefill_it_once() -> None:
             length=100,
             limit=10,
             plan=SamplingPlan(1.0, 1.0, seed),
-            prompt_of="a",
         )
         for seed in (2, 3, 4)
     ]
@@ -475,11 +485,8 @@ def test_rows_with_one_prompt_prefill_it_once() -> None:
 
 
 def test_a_prompt_is_not_kept_for_others_where_there_is_no_room_for_the_copy() -> None:
-    bench = Bench(budget=budget_for(2, 512), chunk=512)
-    rows = [
-        request("a", row_id=f"a/{i}", length=500, limit=5, prompt_of="a/0" if i else None)
-        for i in range(3)
-    ]
+    bench = Bench(budget=budget_for(2, 512), prefix_bytes=1000, chunk=512)
+    rows = [request("a", row_id=f"a/{i}", length=500, limit=5) for i in range(3)]
     bench.add(*rows)
     bench.run()
     assert all(tokens == alone("a", 500, 5, GREEDY) for tokens in bench.tokens.values())
@@ -496,7 +503,7 @@ def test_cancelled_rows_do_not_teach_that_answers_are_short() -> None:
 
 def test_rows_that_wait_for_a_prompt_go_on_without_the_one_that_computes_it() -> None:
     leader = request("a", length=100, limit=10)
-    others = [request("a", row_id=f"a/{i}", length=100, limit=10, prompt_of="a") for i in range(3)]
+    others = [request("a", row_id=f"a/{i}", length=100, limit=10) for i in range(3)]
     bench = Bench()
     bench.add(leader, *others)
     bench.step()
@@ -504,3 +511,118 @@ def test_rows_that_wait_for_a_prompt_go_on_without_the_one_that_computes_it() ->
     bench.run()
     assert {one.row_id for one in others} == set(bench.tokens)
     assert all(tokens == alone("a", 100, 10, GREEDY) for tokens in bench.tokens.values())
+
+
+# --- prefixes that prompts share ---
+
+
+def fed_tokens(bench: Bench) -> Callable[[], int]:
+    """Count the prompt tokens that the bench's runner is fed from now on."""
+    fed = 0
+    prefill = bench.runner.prefill
+
+    def counted(chunks: Sequence[PromptChunk]) -> list[mx.array]:
+        nonlocal fed
+        fed += sum(len(chunk.tokens) for chunk in chunks)
+        return prefill(chunks)
+
+    bench.runner.prefill = counted  # type: ignore[method-assign]
+    return lambda: fed
+
+
+def test_a_prefix_of_many_prompts_is_computed_once_and_counted_as_cached() -> None:
+    bench = Bench(max_rows=4)
+    fed = fed_tokens(bench)
+    shared = list(request("shared", length=200).prompt_ids)
+    rows = [request(str(i), tokens=[*shared, 1 + i, 50, 60 + i], limit=5) for i in range(10)]
+    bench.add(*rows)
+    bench.run()
+    assert fed() == 202 + 9 * 2  # the last token of a prompt is fed by its first step
+    assert sorted(bench.cached.values()) == [0] + [200] * 9
+    fresh = Bench(max_rows=1, prefix_bytes=0)
+    fresh.add(*rows)
+    assert fresh.run() == bench.tokens
+    assert set(fresh.cached.values()) == {0}
+
+
+def test_a_prompt_that_comes_later_uses_what_is_kept() -> None:
+    bench = Bench()
+    shared = list(request("shared", length=100).prompt_ids)
+    first, second, third = (request(str(i), tokens=[*shared, 7, i + 1, 9]) for i in range(3))
+    bench.add(first, second)
+    bench.run()
+    fed = fed_tokens(bench)
+    bench.add(third)
+    bench.run()
+    assert (fed(), bench.cached["2"]) == (1, 101)
+
+
+def test_a_running_row_gives_its_prefix_to_one_that_comes() -> None:
+    bench = Bench()
+    shared = list(request("shared", length=100).prompt_ids)
+    bench.add(request("runs", tokens=[*shared, 3], limit=30))
+    while len(bench.tokens.get("runs", [])) < 5:
+        bench.step()
+    bench.add(request("comes", tokens=[*shared, 4, 5], limit=5))
+    bench.run()
+    assert bench.cached["comes"] == 100
+
+
+def test_groups_within_groups_compute_each_part_once() -> None:
+    bench = Bench(max_rows=16, chunk=64)
+    fed = fed_tokens(bench)
+    system = list(request("system", length=60).prompt_ids)
+    rows = []
+    for group in "abc":
+        part = list(request(group, length=80).prompt_ids)
+        rows += [request(f"{group}{i}", tokens=[*system, *part, i + 1, 2]) for i in range(4)]
+    bench.add(*rows)
+    bench.run()
+    distinct = 60 + 3 * 80 + 12
+    assert fed() <= distinct + 3
+    assert bench.failed == {}
+
+
+def test_a_prefix_outlives_what_there_is_no_room_for_only_while_somebody_waits() -> None:
+    row_bytes = budget_for(1, 128)
+    bench = Bench(prefix_bytes=row_bytes, max_rows=2)
+    for name in "xyz":
+        shared = list(request(name, length=100).prompt_ids)
+        bench.add(*[request(f"{name}{i}", tokens=[*shared, i + 1, 3]) for i in range(3)])
+        bench.run()
+        assert bench.engine._prefixes.num_bytes == row_bytes
+    assert [bench.cached[f"{name}1"] for name in "xyz"] == [100] * 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_rows_that_share_prefixes_are_what_they_are_alone(data: st.DataObject) -> None:
+    """Any tree of prompts, moments of joining and leaving, budgets of rows and prefixes."""
+    parts = [list(request(f"part-{i}", length=n).prompt_ids) for i, n in enumerate((20, 70, 150))]
+    bench = Bench(
+        budget=data.draw(st.sampled_from([PLENTY, 512 * 1024])),
+        prefix_bytes=data.draw(st.sampled_from([0, 100_000, PLENTY])),
+        max_rows=data.draw(st.sampled_from([2, 8])),
+        chunk=data.draw(st.sampled_from([17, 200])),
+    )
+    added: dict[str, RowRequest] = {}
+    for i in range(data.draw(st.integers(2, 9))):
+        chosen = data.draw(st.lists(st.sampled_from(parts), min_size=0, max_size=2))
+        tail = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+        plan = data.draw(st.sampled_from([GREEDY, NOISY]))
+        made = request(str(i), tokens=[*chain(*chosen), *tail], limit=6, plan=plan)
+        added[made.row_id] = made
+        bench.add(made)
+        for _ in range(data.draw(st.integers(0, 4))):
+            bench.step()
+        if data.draw(st.integers(0, 5)) == 0:
+            victim = data.draw(st.sampled_from(sorted(added)))
+            bench.engine.remove([victim])
+    bench.run()
+    assert bench.failed == {}
+    assert bench.engine.peak_kv_bytes <= bench.budget
+    plain = Bench(max_rows=1, prefix_bytes=0)
+    plain.add(*added.values())
+    plain.run()
+    for row_id, tokens in bench.tokens.items():
+        assert tokens == plain.tokens[row_id][: len(tokens)]

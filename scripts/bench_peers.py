@@ -69,10 +69,10 @@ class NotedPace(PrefillPace):
 
     decode_seconds: list[float] = field(default_factory=list)
 
-    def observe(self, seconds: float, *, prompt_tokens: int, decoded: bool) -> None:
-        if decoded and prompt_tokens == 0:
+    def observe(self, seconds: float, *, prompt_tokens: int, num_decoded: int) -> None:
+        if num_decoded and prompt_tokens == 0:
             self.decode_seconds.append(seconds)
-        super().observe(seconds, prompt_tokens=prompt_tokens, decoded=decoded)
+        super().observe(seconds, prompt_tokens=prompt_tokens, num_decoded=num_decoded)
 
 
 # What is measured ---------------------------------------------------------------------------
@@ -168,6 +168,7 @@ def make_engine(loaded: LoadedModel, max_rows: int, pace: PrefillPace) -> BatchE
         policy=Policy(kv_budget_bytes=memory.kv_bytes, max_rows=max_rows),
         pace=pace,
         memory=MemoryGuard(memory.limit_bytes),
+        prefix_bytes=memory.prefix_bytes,
     )
 
 
@@ -267,9 +268,10 @@ class IdleRunner(Runner):
 
     is_sliceable = False
 
-    def is_finite(self, state: Any) -> bool: ...
+    def is_finite(self, state: Any) -> bool:
+        return True
 
-    def insert(self, row_id: str, state: Any, length: int, num_tokens: int) -> None: ...
+    def load(self, row_id: str, state: Any, length: int) -> None: ...
 
     def extract(self, row_id: str, length: int | None = None) -> Any: ...
 

@@ -70,7 +70,8 @@ class _Drive:
         self.rows[row_id] = _Row(alone)
 
     def insert(self, row_id: str, state: Any, like: _Row) -> None:
-        self.runner.insert(row_id, state, state.num_tokens, len(like.alone.prompt))
+        self.runner.add({row_id: max(len(like.alone.prompt), state.num_tokens)})
+        self.runner.load(row_id, state, state.num_tokens)
         self.rows[row_id] = replace(like)
 
     def take_out(self, row_id: str) -> None:

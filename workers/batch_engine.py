@@ -30,7 +30,7 @@ from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
 from workers.prefixes import Prefix, PrefixStore, common_length
 from workers.runner import NotExtractable, PromptChunk, Runner
-from workers.scheduler import Chunk, Policy, Scheduler, SchedulerCorrupt
+from workers.scheduler import NOTHING, Chunk, Plan, Policy, Scheduler, SchedulerCorrupt
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _STEPS_BETWEEN_MEMORY_CHECKS = 16
 # A step that fails so often in a row, with nothing generated in between, is not repeated.
 _MOST_FAILURES = 3
 _NO_TOKEN = -1
+# A row's first token waits so long at most for the prompts of others.
+_MOST_FILLING_SECONDS = 4.0
 # Tokens that prompts must begin with alike for one of them to wait for the other.
 _LEAST_SHARED = 16
 # So many more are computed again rather than waited for.
@@ -141,6 +143,7 @@ class BatchEngine:
         self._num_rows_ever = 0
         self._num_steps = 0
         self._num_failures = 0
+        self._filling_since: float | None = None
 
     def add(self, requests: Iterable[RowRequest]) -> None:
         """Take requests in; they join the batch as rows when there is room for them."""
@@ -214,9 +217,7 @@ class BatchEngine:
 
     def _step(self) -> None:
         began = self._clock()
-        plan = self._scheduler.plan(
-            self._pace.tokens(beside_decoding=self._scheduler.num_decoding > 0)
-        )
+        plan = self._plan(began)
         for row_id in plan.preempted:
             logger.info("row waits again, the guess of its length was short row=%s", row_id)
             self._runner.drop(row_id)
@@ -238,6 +239,32 @@ class BatchEngine:
                 self._fail(overflowed, self._too_long(len(overflowed.tokens)))
         self._observe(began, before, num_prompt_tokens)
         self._keep_memory()
+
+    def _plan(self, now: float) -> Plan:
+        """Plan the step. While nobody has a token to be kept from the next, the batch is filled.
+
+        So it begins full, instead of with the few rows whose prompts came first.
+        """
+        if self._has_running_row():
+            self._filling_since = None
+        elif self._filling_since is None:
+            self._filling_since = now
+        if self._filling_since is not None and now - self._filling_since < _MOST_FILLING_SECONDS:
+            plan = self._scheduler.plan(self._pace.most_tokens, decode=False)
+            if plan != NOTHING:
+                return plan
+        num_decoding = self._scheduler.num_decoding
+        return self._scheduler.plan(self._pace.tokens(num_decoding=num_decoding))
+
+    def _has_running_row(self) -> bool:
+        return any(
+            self._rows[row_id].num_generated or row_id in self._in_flight
+            for row_id in self._scheduler.decoding
+        )
+
+    @property
+    def _in_flight(self) -> Mapping[str, int]:
+        return self._launched.index if self._launched is not None else {}
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[mx.array]:
         if not chunks:
@@ -363,9 +390,11 @@ class BatchEngine:
         is_prefill_only = self._launched is None and num_prompt_tokens > 0
         if before is not None:
             if not is_prefill_only:  # it waited for its own prefill as well as for that of before
-                self._pace.observe(seconds, prompt_tokens=before.prompt_tokens, decoded=True)
+                self._pace.observe(
+                    seconds, prompt_tokens=before.prompt_tokens, num_decoded=len(before.rows)
+                )
         elif self._launched is None:
-            self._pace.observe(seconds, prompt_tokens=num_prompt_tokens, decoded=False)
+            self._pace.observe(seconds, prompt_tokens=num_prompt_tokens, num_decoded=0)
 
     # Rows that come and go ------------------------------------------------------------------
 
@@ -378,13 +407,10 @@ class BatchEngine:
         )
 
     def _make_room(self, rows: Sequence[_Row]) -> None:
-        fresh = [row for row in rows if row.prefix is None]
-        self._runner.add({row.request.row_id: len(row.tokens) for row in fresh})
+        self._runner.add({row.request.row_id: len(row.tokens) for row in rows})
         for row in rows:
             if row.prefix is not None:
-                self._runner.insert(
-                    row.request.row_id, row.prefix.state, row.prefix_tokens, len(row.tokens)
-                )
+                self._runner.load(row.request.row_id, row.prefix.state, row.prefix_tokens)
                 self._prefixes.touch(row.prefix)
             self._events.append(Begun(row.request.row_id, row.prefix_tokens))
             self._let_go_of_prefix(row)

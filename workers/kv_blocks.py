@@ -191,9 +191,8 @@ class BlockStore:
             self._place(row_id, capacity, num_coming[capacity])
             num_coming[capacity] -= 1
 
-    def insert(self, row_id: str, row: RowKV, num_tokens: int) -> None:
-        """Add a row that has columns already, with room for so many tokens."""
-        self.add({row_id: max(num_tokens, row.num_tokens)})
+    def load(self, row_id: str, row: RowKV) -> None:
+        """Write columns into the slot of a row that was just added."""
         block, slot = self.slots[row_id]
         block.put(slot, row)
 
@@ -225,7 +224,8 @@ class BlockStore:
                 continue
             row = block.take(slot)
             self.drop(row_id)
-            self.insert(row_id, row, row.num_tokens + 1)
+            self.add({row_id: row.num_tokens + 1})
+            self.load(row_id, row)
 
     def shrink(self) -> None:
         """Give free slots back, at the price of a copy of each block that has some."""

@@ -19,9 +19,6 @@ from workers.tool_calls import find_tool_format
 if TYPE_CHECKING:
     from workers.tokenizer import Tokenizer
 
-# Of the memory for keys and values, what shared prefixes may take: one part in so many.
-_PREFIX_SHARE = 8
-
 
 def load(settings: WorkerSettings) -> ServedModel:
     """Load the model and make its engine; called on the engine thread."""
@@ -39,17 +36,16 @@ def load(settings: WorkerSettings) -> ServedModel:
     memory = plan_memory(model_bytes=loaded.num_bytes, kv_bytes=settings.kv_memory)
     apply_limits(memory)
     batching, runner = choose_runner(loaded.model, kv_bytes=memory.kv_bytes)
-    prefix_bytes = memory.kv_bytes // _PREFIX_SHARE
     engine = BatchEngine(
         runner,
         vocab_size=loaded.info.vocab_size,
         eos_token_ids=loaded.info.eos_token_ids,
-        policy=Policy(kv_budget_bytes=memory.kv_bytes - prefix_bytes, max_rows=settings.slots),
+        policy=Policy(kv_budget_bytes=memory.kv_bytes, max_rows=settings.slots),
         pace=PrefillPace(
             pause_seconds=settings.prefill_pause_seconds, most_tokens=settings.prefill_step
         ),
         memory=MemoryGuard(memory.limit_bytes),
-        prefix_bytes=prefix_bytes,
+        prefix_bytes=memory.prefix_bytes,
     )
     versions = f"mlx={version('mlx')} mlx-lm={version('mlx-lm')}"
     line = (

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _USABLE_ON_GPU = 0.9
 _USABLE_ON_CPU = 0.6
 _KV_SHARE = 0.8
+# Of the memory for keys and values, what shared prefixes may take: one part in so many.
+_PREFIX_SHARE = 8
 _SEVERE = 1.05
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -37,11 +39,12 @@ class Pressure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a worker divides its memory, in bytes."""
+    """How a worker divides its memory, in bytes: the keys and values of rows, and of prefixes."""
 
     limit_bytes: int
     model_bytes: int
     kv_bytes: int
+    prefix_bytes: int
 
 
 def plan_memory(*, model_bytes: int, kv_bytes: int | None) -> MemoryPlan:
@@ -63,7 +66,8 @@ def plan_memory(*, model_bytes: int, kv_bytes: int | None) -> MemoryPlan:
             f"the model takes {_mb(model_bytes)} and its rows would take {_mb(max(kv_bytes, 0))} "
             f"of the {_mb(limit)} that may be used here; choose a smaller --kv-memory or model"
         )
-    return MemoryPlan(limit, model_bytes, kv_bytes)
+    prefix_bytes = kv_bytes // _PREFIX_SHARE
+    return MemoryPlan(limit, model_bytes, kv_bytes - prefix_bytes, prefix_bytes)
 
 
 def device_limit() -> int:
@@ -87,8 +91,8 @@ def device_limit() -> int:
 def apply_limits(plan: MemoryPlan) -> None:
     """Tell MLX's allocator what it may use; on Metal, keep the weights resident."""
     mx.set_memory_limit(plan.limit_bytes)
-    # Freed buffers kept for reuse: as much as rows may take, never more than is left.
-    mx.set_cache_limit(min(plan.kv_bytes, plan.limit_bytes - plan.model_bytes))
+    # Freed buffers kept for reuse: as much as rows may take.
+    mx.set_cache_limit(plan.kv_bytes)
     if mx.metal.is_available():
         mx.set_wired_limit(plan.limit_bytes)
 

@@ -380,9 +380,9 @@ class PackedRunner:
         """Return a copy of what a row holds of its first tokens, evaluated."""
         return self.store.extract(row_id, length)
 
-    def insert(self, row_id: str, state: RowKV, length: int, num_tokens: int) -> None:
-        """Add a row that begins with ``length`` tokens of a state, with room for so many in all."""
-        self.store.insert(row_id, state.head(length), num_tokens)
+    def load(self, row_id: str, state: RowKV, length: int) -> None:
+        """Let a row that was just added begin with ``length`` tokens of a state."""
+        self.store.load(row_id, state.head(length))
 
     @property
     def nbytes(self) -> int:

@@ -81,8 +81,8 @@ class PaddedRunner:
         for row_id in rows:
             self._rows[row_id] = _Row(0, make_prompt_cache(self.model))
 
-    def insert(self, row_id: str, state: PaddedState, length: int, num_tokens: int) -> None:
-        """Add a row that begins with all tokens of a state."""
+    def load(self, row_id: str, state: PaddedState, length: int) -> None:
+        """Let a row that was just added begin with all tokens of a state."""
         if length != state.num_tokens:
             raise ValueError(f"a state of {state.num_tokens} tokens cannot be cut to {length}")
         self._rows[row_id] = _Row(state.num_tokens, _copied(state.caches))

@@ -43,11 +43,11 @@ class Runner(Protocol):
     def is_sliceable(self) -> bool:
         """Whether what a row holds of its first tokens can be had alone."""
 
-    def insert(self, row_id: str, state: Any, length: int, num_tokens: int) -> None:
-        """Add a row that begins with ``length`` tokens of a state, with room for so many in all."""
+    def load(self, row_id: str, state: Any, length: int) -> None:
+        """Let a row that was just added begin with ``length`` tokens of a state."""
 
     def extract(self, row_id: str, length: int | None = None) -> Any:
-        """Return a copy of what a row holds of its first tokens, evaluated, for `insert`.
+        """Return a copy of what a row holds of its first tokens, evaluated, for `load`.
 
         Raises:
             NotExtractable: mlx-lm cannot copy what this model keeps.

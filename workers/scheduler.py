@@ -105,6 +105,9 @@ class Plan:
     decoding: tuple[str, ...]
 
 
+NOTHING = Plan((), (), (), (), ())
+
+
 class Scheduler:
     """Plans the steps of one batch of rows.
 
@@ -231,7 +234,7 @@ class Scheduler:
             raise ValueError(f"completion_tokens must be 0 or more, not {completion_tokens}")
         self._length.observe(completion_tokens)
 
-    def plan(self, prefill_tokens: int) -> Plan:
+    def plan(self, prefill_tokens: int, *, decode: bool = True) -> Plan:
         """Decide the next step, and take it as done.
 
         It may be empty: when every sequence is held, admission is paused, or the only rows are
@@ -239,6 +242,7 @@ class Scheduler:
 
         Args:
             prefill_tokens: prompt tokens that the step may prefill, at least 1.
+            decode: whether rows that are ready decode; else they wait for a later step.
 
         Raises:
             ValueError: the budget is below 1.
@@ -248,10 +252,11 @@ class Scheduler:
         overflowed = [row for row in self._rows() if self._overflows(row)]
         self._forget(overflowed)
         preempted = self._make_room()
-        decoding = [row for row in self._decoding.values() if not row.is_exhausted]
+        ready = [row for row in self._decoding.values() if not row.is_exhausted]
+        decoding = ready if decode else []
         admitted: list[_Sequence] = []
         if not preempted and not self._is_paused:
-            admitted, too_long = self._admit(others_decode=bool(decoding))
+            admitted, too_long = self._admit(others_decode=bool(ready))
             overflowed += too_long
         chunks = self._share_prefill(prefill_tokens)
         for row in decoding:

@@ -191,7 +191,7 @@ class WorkerSettings(Section):
         1024, description="Most prompt tokens that one step takes in, over all rows."
     )
     prefill_pause_seconds: Seconds = Field(
-        0.8,
+        0.7,
         description="How long a step may keep rows that are being decoded waiting while it takes"
         " prompt tokens in.",
     )

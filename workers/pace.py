@@ -23,7 +23,7 @@ class PrefillPace:
         first_guess: tokens beside decoding rows until something was measured.
     """
 
-    pause_seconds: float = 0.8
+    pause_seconds: float = 0.7
     most_tokens: int = 1024
     first_guess: int = 128
     _decode_seconds: dict[int, float] = field(default_factory=dict)

@@ -303,8 +303,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scheduler.state_of(sequence.id) is sequence.state
             assert scheduler.tokens_of(sequence.id) == sequence.kv_tokens
         going_on = [row for row in self.rows if row.state is State.PREFILLING or row.may_decode]
-        newest = max(going_on, key=lambda row: row.joined or 0, default=None)
-        assert scheduler.first_to_go() == (newest.id if newest else None)
+        first = min(going_on, key=lambda row: (row.priority, -(row.joined or 0)), default=None)
+        assert scheduler.first_to_go() == (first.id if first else None)
 
     # Helpers.
 

@@ -252,7 +252,7 @@ class CompletionRequest(_SampledRequest):
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
 
     @model_validator(mode="after")
-    def _best_of_all(self) -> Self:
+    def _choices_agree(self) -> Self:
         if len(self.prompts) * self.n > MAX_CHOICES:
             refuse(
                 "asks for more than {most} answers in one line", at=("prompt",), most=MAX_CHOICES

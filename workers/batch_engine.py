@@ -287,15 +287,14 @@ class BatchEngine:
         rows = [self._rows[row_id] for row_id in order]
         index = before.index if before is not None else {}
         # A row's last token is either known or the one that is being computed for it now.
-        known = [row.tokens[-1] for row in rows if row.request.row_id not in index]
+        known: list[int] = []
         sources: list[int] = []
-        num_known = 0
-        for row_id in order:
+        for row_id, row in zip(order, rows, strict=True):
             if row_id in index:
                 sources.append(index[row_id])
             else:
-                sources.append(len(index) + num_known)
-                num_known += 1
+                sources.append(len(index) + len(known))
+                known.append(row.tokens[-1])
         feed = mx.array(known, dtype=mx.int32)
         if before is not None:
             feed = mx.concatenate([mx.maximum(before.tokens, 0), feed])

@@ -468,18 +468,10 @@ def test_rows_with_one_prompt_prefill_it_once() -> None:
         for seed in (2, 3, 4)
     ]
     bench = Bench()
-    fed = 0
-    prefill = bench.runner.prefill
-
-    def counted(chunks: Sequence[PromptChunk]) -> list[mx.array]:
-        nonlocal fed
-        fed += sum(len(chunk.tokens) for chunk in chunks)
-        return prefill(chunks)
-
-    bench.runner.prefill = counted  # type: ignore[method-assign]
+    fed = fed_tokens(bench)
     bench.add(leader, *others)
     bench.run()
-    assert fed == 99
+    assert fed() == 99
     for one in (leader, *others):
         assert bench.tokens[one.row_id] == alone("a", 100, 10, one.sampling)
 

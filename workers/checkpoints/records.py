@@ -51,7 +51,7 @@ class Layer:
 
     Attributes:
         cls: the name of the cache's class, as MLX-LM or the runner has it.
-        tensors: keys, values and what else it keeps; of a DELTA each is (rows, heads, tokens, width).
+        tensors: keys, values and what else it keeps; of a DELTA each is (1, heads, tokens, width).
         meta: what is no array, as JSON holds it.
     """
 

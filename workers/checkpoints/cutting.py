@@ -24,7 +24,7 @@ def segments_of(
     tokens: Sequence[int],
     start: int,
     layers: Sequence[Layer],
-    cost_seconds: float,
+    cost_seconds: float = 0.0,
     max_bytes: int = SEGMENT_BYTES,
 ) -> list[Segment]:
     """Return the segments of a prompt's tokens from a place on; none when there are no tokens.
@@ -62,6 +62,21 @@ def segments_of(
         )
         for (begin, end), (parent, digest) in zip(pairwise(cuts), pairwise(digests), strict=True)
     ]
+
+
+def first_tokens(segment: Segment, num_tokens: int, digest: bytes) -> Segment:
+    """Return a segment without its last tokens, and without states: they are worth nothing there.
+
+    Args:
+        digest: of all tokens up to the new end.
+    """
+    if num_tokens == len(segment.tokens):
+        return segment
+    layers = (
+        _part(layer, 0, num_tokens) if layer.kind is Kind.DELTA else replace(layer, tensors=())
+        for layer in segment.layers
+    )
+    return replace(segment, tokens=segment.tokens[:num_tokens], digest=digest, layers=tuple(layers))
 
 
 def _cuts(start: int, end: int, layers: Sequence[Layer], max_bytes: int) -> list[int]:

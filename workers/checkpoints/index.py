@@ -8,6 +8,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from workers.checkpoints.records import BLOCK_TOKENS, prefix_digests
 
 _TOKEN_BYTES = 4
@@ -242,7 +244,7 @@ class RadixIndex:
             end = min(limit, start + siblings.num_tokens)
             rest = query[start * _TOKEN_BYTES : end * _TOKEN_BYTES]
             reached: list[tuple[int, bytes, Entry]] = []
-            entry, shared = siblings.longest(rest)
+            entry, shared, whole = siblings.along(rest)
             if shared:
                 if entry.is_sliceable:
                     walk.offer(entry, start + shared)
@@ -252,9 +254,9 @@ class RadixIndex:
                     for place, digest in zip(inside, entry.blocks, strict=True)
                     if place <= start + shared
                 ]
-            for whole in siblings.prefixes(rest):
-                walk.offer(whole, whole.end)
-                reached.append((whole.end, whole.digest, whole))
+            for other in whole:
+                walk.offer(other, other.end)
+                reached.append((other.end, other.digest, other))
             for place, digest, by in reached:
                 if walk.reach(place, by):
                     heapq.heappush(waiting, (place, digest))
@@ -323,39 +325,36 @@ class _Siblings:
         del self._keys[bisect_left(self._keys, entry.tokens)]
         del self._entries[entry.tokens]
 
-    def longest(self, rest: bytes) -> tuple[Entry, int]:
-        """Return the entry that begins most like the rest of a prompt, and its tokens alike."""
-        place = bisect_left(self._keys, rest)
-        beside = self._keys[max(place - 1, 0) : place + 1]
-        shared, key = max((_common_tokens(key, rest), key) for key in beside)
-        return self._entries[key], shared
+    def along(self, rest: bytes) -> tuple[Entry, int, list[Entry]]:
+        """Return what has most in common with the rest of a prompt.
 
-    def prefixes(self, rest: bytes) -> Iterator[Entry]:
-        """Yield the entries with which the rest of a prompt begins, the longest first."""
-        place = bisect_right(self._keys, rest)
+        The entry that begins most like it, their tokens alike, and the entries that it begins with.
+        """
+        keys = self._keys
+        place = bisect_right(keys, rest)
+        best, most = b"", -1
+        if place < len(keys):
+            best, most = keys[place], _common_tokens(keys[place], rest)
+        whole = []
         while place:
-            key = self._keys[place - 1]
-            shared = _common_tokens(key, rest) * _TOKEN_BYTES
-            if shared == len(key):
-                yield self._entries[key]
+            key = keys[place - 1]
+            shared = _common_tokens(key, rest)
+            if shared > most:
+                best, most = key, shared
+            if shared * _TOKEN_BYTES == len(key):
+                whole.append(self._entries[key])
                 place -= 1
             else:
-                # Between the two there are only those that differ from it where this one does.
-                place = bisect_right(self._keys, rest[:shared], hi=place - 1)
+                # Those between have less in common with it, or begin like this one.
+                place = bisect_right(keys, rest[: shared * _TOKEN_BYTES], hi=place - 1)
+        return self._entries[best], most, whole
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:
     """Return how many tokens two sequences begin with alike."""
-    low, high = 0, min(len(one), len(other)) // _TOKEN_BYTES
-    if one[: high * _TOKEN_BYTES] == other[: high * _TOKEN_BYTES]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if (
-            one[low * _TOKEN_BYTES : middle * _TOKEN_BYTES]
-            == (other[low * _TOKEN_BYTES : middle * _TOKEN_BYTES])
-        ):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    num_bytes = min(len(one), len(other))
+    if one[:num_bytes] == other[:num_bytes]:
+        return num_bytes // _TOKEN_BYTES
+    count = num_bytes // _TOKEN_BYTES
+    differs = np.frombuffer(one, "<u4", count) != np.frombuffer(other, "<u4", count)
+    return int(differs.argmax())

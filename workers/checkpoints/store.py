@@ -6,11 +6,11 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
+from workers.checkpoints.cutting import first_tokens
 from workers.checkpoints.eviction import Worth, victims
 from workers.checkpoints.index import Entry, Match, RadixIndex, as_bytes, blocks_in
 from workers.checkpoints.records import Identity, Segment, prefix_digests
@@ -18,21 +18,32 @@ from workers.checkpoints.records import Identity, Segment, prefix_digests
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was read of a match, whole segments: of each, the tokens up to where the next begins.
+    """What was read of a match.
 
     Attributes:
-        length: tokens of the prompt that are restored; 0: nothing was.
-        segments: those that the tokens need, in their order.
+        segments: one after the other from the first token on; of each, just what is used. A layer
+            of a STATE has arrays in the last one only.
     """
 
-    length: int = 0
     segments: tuple[Segment, ...] = ()
 
-    def pieces(self) -> Iterator[tuple[Segment, int]]:
-        """Yield each segment with the number of its first tokens that are used."""
-        starts = (*(segment.start for segment in self.segments), self.length)
-        for segment, (start, end) in zip(self.segments, pairwise(starts), strict=True):
-            yield segment, end - start
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt that are restored; 0: nothing was."""
+        return self.segments[-1].end if self.segments else 0
+
+    @classmethod
+    def of(cls, match: Match, segments: Iterable[Segment], namespace: str) -> Restored:
+        """Return the segments of a match, cut to what is used of them."""
+        parts = match.parts
+        ends = [part.entry.start + part.num_tokens for part in parts]
+        digests = prefix_digests(namespace, array("I", match.tokens), ends)
+        return cls(
+            tuple(
+                first_tokens(segment, part.num_tokens, digest)
+                for segment, part, digest in zip(segments, parts, digests, strict=True)
+            )
+        )
 
 
 class CheckpointStore(Protocol):
@@ -50,7 +61,7 @@ class CheckpointStore(Protocol):
         """Return the deepest restore point that leaves a prompt at least one token to feed."""
 
     def read(self, match: Match) -> Restored:
-        """Return the segments of a match; where one is gone or bad, what is left without it."""
+        """Return the segments of a match; where one is gone or bad, the most that others hold."""
 
     def put(self, segment: Segment) -> int | None:
         """Keep a segment.
@@ -129,13 +140,13 @@ class MemoryStore:
             return self._index.match(tokens)
 
     def read(self, match: Match) -> Restored:
-        """Return the segments of a match; where one is gone, what is left without it."""
+        """Return the segments of a match; where one is gone, the most that others hold."""
         with self._lock:
             if any(part.entry.digest not in self._segments for part in match.parts):
                 self._tally.add("bad_vanished")
                 match = self._index.match_bytes(match.tokens, match.length)
-            segments = tuple(self._segments[part.entry.digest] for part in match.parts)
-        return Restored(match.length, segments)
+            segments = [self._segments[part.entry.digest] for part in match.parts]
+        return Restored.of(match, segments, self.namespace)
 
     def put(self, segment: Segment) -> int | None:
         """Keep a segment: see :meth:`CheckpointStore.put`."""

@@ -13,7 +13,8 @@ from mlx_lm.models import qwen3
 
 from tests.reference_engine import ReferenceEngine
 from workers.batch_engine import BatchEngine
-from workers.engine import Begun, RowRequest, Token, TokenLogprobs
+from workers.checkpoint_tier import CheckpointTier
+from workers.engine import Begun, Kept, RowRequest, Token, TokenLogprobs
 from workers.memory import MemoryGuard
 from workers.pace import PrefillPace
 from workers.packed import PackedRunner
@@ -92,6 +93,7 @@ class Bench:
         prefix_bytes: int = PLENTY,
         runner: PackedRunner | None = None,
         model: Module | None = None,
+        tier: CheckpointTier | None = None,
     ) -> None:
         self.budget = budget
         self.runner = runner or PackedRunner(model or tiny_model(), budget_bytes=budget)
@@ -103,10 +105,12 @@ class Bench:
             pace=PrefillPace(most_tokens=chunk, first_guess=chunk),
             memory=memory,
             prefix_bytes=prefix_bytes,
+            tier=tier,
         )
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.cached: dict[str, int] = {}
+        self.kept: dict[str, tuple[int, ...]] = {}
         self.failed: dict[str, Exception] = {}
 
     def add(self, *requests: RowRequest) -> None:
@@ -120,6 +124,8 @@ class Bench:
                     self.logprobs.setdefault(event.row_id, []).append(event.logprobs)
             elif isinstance(event, Begun):
                 self.cached[event.row_id] = event.cached_tokens
+            elif isinstance(event, Kept):
+                self.kept[event.row_id] = event.token_ids
             else:
                 self.failed[event.row_id] = event.error
 

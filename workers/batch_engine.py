@@ -7,7 +7,6 @@ step computed for it is thrown away.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from workers.engine import Begun, Event, Failed, RowRequest, Token
+from workers.checkpoint_tier import CheckpointTier
+from workers.engine import Begun, Event, Failed, Kept, RowRequest, Token
 from workers.errors import InsufficientMemory, InvalidLogits
 from workers.memory import MemoryGuard, Pressure
 from workers.mlx_logits import (
@@ -28,9 +28,9 @@ from workers.mlx_logits import (
 )
 from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
-from workers.prefixes import Prefix, PrefixStore, common_length
-from workers.runner import NotExtractable, PromptChunk, Runner
+from workers.runner import PromptChunk, Runner
 from workers.scheduler import NOTHING, Chunk, Plan, Policy, Scheduler, SchedulerCorrupt
+from workers.shared_prefixes import SharedPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,8 @@ _MOST_FAILURES = 3
 _NO_TOKEN = -1
 # A row's first token waits so long at most for the prompts of others.
 _MOST_FILLING_SECONDS = 4.0
-# Tokens that prompts must begin with alike for one of them to wait for the other.
-_LEAST_SHARED = 16
-# So many more are computed again rather than waited for.
-_NOT_WORTH_WAITING = 32
+# With nothing to compute before a prefix was read from disk, so long is waited for it at a time.
+_RESTORE_WAIT_SECONDS = 0.05
 
 
 @dataclass(slots=True)
@@ -55,21 +53,11 @@ class _Row:
     Attributes:
         tokens: the prompt and what was generated.
         rules: what its logits go through, None for nothing.
-        number: counts rows in the order in which they came.
-        prefix: what others have computed of the prompt, until it is taken over.
-        prefix_tokens: how much of that is used.
-        waits_for: the row that is computing a prefix for this one.
-        is_dropped: the runner holds it no more, since its last token is on its way.
     """
 
     request: RowRequest
     tokens: list[int]
     rules: RowRules | None
-    number: int
-    prefix: Prefix | None = None
-    prefix_tokens: int = 0
-    waits_for: str | None = None
-    is_dropped: bool = False
 
     @property
     def num_generated(self) -> int:
@@ -111,6 +99,7 @@ class BatchEngine:
         pace: how much of the prompts a step takes in.
         memory: watches what the device has left.
         prefix_bytes: what prefixes shared by several prompts may take, beside the rows.
+        tier: checkpoints on disk; None for none.
         clock: seconds, monotonic.
     """
 
@@ -124,6 +113,7 @@ class BatchEngine:
         pace: PrefillPace | None = None,
         memory: MemoryGuard | None = None,
         prefix_bytes: int = 0,
+        tier: CheckpointTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -136,11 +126,14 @@ class BatchEngine:
         self._rows: dict[str, _Row] = {}
         self._scheduler = Scheduler(policy, runner.row_bytes)
         self._launched: _Launched | None = None
-        self._prefixes = PrefixStore(prefix_bytes, is_sliceable=runner.is_sliceable)
-        # Rows that wait for a prefix, by the row that computes it, and the length of each.
-        self._followers: dict[str, dict[str, int]] = {}
+        self._prefixes = SharedPrefixes(
+            runner,
+            self._scheduler,
+            prefix_bytes,
+            tier,
+            seconds_per_token=lambda: self._pace.seconds_per_token,
+        )
         self._events: list[Event] = []
-        self._num_rows_ever = 0
         self._num_steps = 0
         self._num_failures = 0
         self._filling_since: float | None = None
@@ -154,11 +147,14 @@ class BatchEngine:
                 continue
             prompt = list(request.prompt_ids)
             rules = RowRules.of_row(request.rules, sorted(request.stop_ids), prompt)
-            self._num_rows_ever += 1
-            row = _Row(request, prompt, rules, self._num_rows_ever)
-            self._rows[request.row_id] = row
+            self._rows[request.row_id] = row = _Row(request, prompt, rules)
             self._schedule(row)
-            self._seek_prefix(row)
+            self._prefixes.add(
+                request.row_id,
+                request.prompt_ids,
+                keep=request.keep,
+                is_sibling=request.is_sibling,
+            )
 
     def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""
@@ -167,8 +163,9 @@ class BatchEngine:
             if row is None:
                 continue
             if row.num_generated:  # what never began says nothing about the length of answers
-                self._scheduler.finished_with(row.num_generated)
-            self._leave(row)
+                self._end(row)
+            else:
+                self._leave(row)
 
     def step(self) -> list[Event]:
         """Decode one token for every running row, take in some of the prompts of the others.
@@ -217,7 +214,12 @@ class BatchEngine:
 
     def _step(self) -> None:
         began = self._clock()
+        self._prefixes.poll()
         plan = self._plan(began)
+        if plan == NOTHING and self._launched is None:
+            self._prefixes.poll(_RESTORE_WAIT_SECONDS)
+            self._keep_memory()
+            return
         for row_id in plan.preempted:
             logger.info("row waits again, the guess of its length was short row=%s", row_id)
             self._runner.drop(row_id)
@@ -237,6 +239,9 @@ class BatchEngine:
             overflowed = self._rows.get(row_id)
             if overflowed is not None:  # it did not end with the token just read
                 self._fail(overflowed, self._too_long(len(overflowed.tokens)))
+        for row_id in plan.preempted:  # now that others hold what this step computed
+            if row_id in self._rows:
+                self._prefixes.add_again(row_id)
         self._observe(began, before, num_prompt_tokens)
         self._keep_memory()
 
@@ -277,8 +282,7 @@ class BatchEngine:
         )
         mx.async_eval(made)  # type: ignore[no-untyped-call]
         for chunk in chunks:
-            if chunk.sequence_id in self._followers:
-                self._serve_followers(chunk)
+            self._prefixes.computed(chunk)
         return made
 
     def _forward(self, row_ids: Sequence[str], before: _Launched | None) -> _Forwarded:
@@ -304,9 +308,9 @@ class BatchEngine:
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         positions = [row.num_generated + (row.request.row_id in index) for row in rows]
         for row, position in zip(rows, positions, strict=True):
-            if position + 1 == row.request.token_limit:
+            if position + 1 == row.request.token_limit and not row.request.keeps_answer:
                 self._runner.drop(row.request.row_id)  # its last token: nothing follows
-                row.is_dropped = True
+                self._prefixes.lose(row.request.row_id)
         return _Forwarded(rows, logits, positions)
 
     def _read(self, launched: _Launched) -> None:
@@ -331,8 +335,7 @@ class BatchEngine:
                 row.rules.push(token_id)
             self._events.append(Token(request.row_id, token_id, logprobs.get(place)))
             if has_ended or row.tokens_left == 0:
-                self._scheduler.finished_with(row.num_generated)
-                self._leave(row)
+                self._end(row)
 
     def _sample(self, forwarded: _Forwarded, num_prompt_tokens: int) -> _Launched:
         """Draw the tokens of a pass, now that those before them are known; do not wait for them."""
@@ -408,103 +411,11 @@ class BatchEngine:
     def _make_room(self, rows: Sequence[_Row]) -> None:
         self._runner.add({row.request.row_id: len(row.tokens) for row in rows})
         for row in rows:
-            if row.prefix is not None:
-                self._runner.load(row.request.row_id, row.prefix.state, row.prefix_tokens)
-                self._prefixes.touch(row.prefix)
-            self._events.append(Begun(row.request.row_id, row.prefix_tokens))
-            self._let_go_of_prefix(row)
-
-    # Prefixes that rows share ---------------------------------------------------------------
-
-    def _seek_prefix(self, row: _Row) -> None:
-        """Let a new row use what is known of its prompt, or wait for the row that computes it."""
-        prefix, num_known = self._prefixes.best(row.request.prompt_ids)
-        leader, num_shared = self._best_leader(row)
-        if num_known >= _LEAST_SHARED and num_known + _NOT_WORTH_WAITING >= num_shared:
-            assert prefix is not None
-            self._use_prefix(row, prefix, num_known)
-        elif leader is not None and num_shared >= _LEAST_SHARED:
-            leader_id = leader.request.row_id
-            if self._scheduler.tokens_of(leader_id) >= num_shared:
-                self._share(leader, {row.request.row_id: num_shared})
-            else:
-                self._scheduler.hold(row.request.row_id)
-                row.waits_for = leader_id
-                self._followers.setdefault(leader_id, {})[row.request.row_id] = num_shared
-
-    def _best_leader(self, row: _Row) -> tuple[_Row | None, int]:
-        """Return the earlier row with which a prompt has most in common, and how many tokens."""
-        best, length = None, 0
-        prompt = row.request.prompt_ids
-        for other in self._rows.values():
-            if other.number >= row.number or other.is_dropped:
-                continue
-            theirs = other.request.prompt_ids
-            shared = min(common_length(theirs, prompt), len(theirs) - 1, len(prompt) - 1)
-            if not self._runner.is_sliceable and (
-                shared < len(theirs) - 1 or self._scheduler.tokens_of(other.request.row_id)
-            ):
-                continue
-            if shared > length:
-                best, length = other, shared
-        return best, length
-
-    def _serve_followers(self, chunk: Chunk) -> None:
-        """Hand on what a row has computed to those that wait for no more than that."""
-        leader_id = chunk.sequence_id
-        waiting = self._followers[leader_id]
-        ready = {
-            row_id: length
-            for row_id, length in waiting.items()
-            if chunk.is_last or (length <= chunk.stop and self._runner.is_sliceable)
-        }
-        for row_id in ready:
-            del waiting[row_id]
-        if not waiting:
-            del self._followers[leader_id]
-        if ready:
-            self._share(self._rows[leader_id], ready)
-
-    def _share(self, leader: _Row, lengths: Mapping[str, int]) -> None:
-        """Keep a prefix of what a row holds and let others use so much of it each."""
-        length = max(lengths.values())
-        num_bytes = self._runner.row_bytes(length)
-        prefix = None
-        if self._prefixes.make_room(num_bytes):  # else each computes it for itself
-            with contextlib.suppress(NotExtractable):
-                state = self._runner.extract(leader.request.row_id, length)
-                if self._runner.is_finite(state):
-                    prefix = Prefix(leader.request.prompt_ids[:length], state, num_bytes)
-                    self._prefixes.add(prefix)
-        for row_id, shared in lengths.items():
-            row = self._rows[row_id]
-            row.waits_for = None
-            if prefix is not None:
-                self._use_prefix(row, prefix, shared)
-            self._scheduler.release(row_id)
-
-    def _use_prefix(self, row: _Row, prefix: Prefix, num_tokens: int) -> None:
-        prefix.num_waiting += 1
-        row.prefix, row.prefix_tokens = prefix, num_tokens
-        self._scheduler.set_cached(row.request.row_id, num_tokens)
-
-    def _let_go_of_prefix(self, row: _Row) -> None:
-        if row.prefix is not None:
-            row.prefix.num_waiting -= 1
-            row.prefix, row.prefix_tokens = None, 0
-
-    def _leave_prefixes(self, row: _Row) -> None:
-        """See that nobody waits for, or as, a row that leaves."""
-        self._let_go_of_prefix(row)
-        if row.waits_for is not None:
-            self._followers[row.waits_for].pop(row.request.row_id)
-            if not self._followers[row.waits_for]:
-                del self._followers[row.waits_for]
-        for row_id in self._followers.pop(row.request.row_id, {}):
-            follower = self._rows[row_id]
-            follower.waits_for = None
-            self._scheduler.release(row_id)
-            self._seek_prefix(follower)
+            row_id = row.request.row_id
+            taken = self._prefixes.take(row_id)
+            if taken is not None:
+                self._runner.load(row_id, *taken)
+            self._events.append(Begun(row_id, taken[1] if taken is not None else 0))
 
     def _refusal(self, request: RowRequest) -> Exception | None:
         # The preparer has checked it; an id outside the vocabulary would end the process.
@@ -519,10 +430,19 @@ class BatchEngine:
             num_tokens, self._runner.row_bytes(num_tokens), self._policy.kv_budget_bytes
         )
 
+    def _end(self, row: _Row) -> None:
+        """Let a row go that has its answer."""
+        request = row.request
+        self._scheduler.finished_with(row.num_generated)
+        # The last token was drawn and never fed.
+        if request.keeps_answer and self._prefixes.finish(request.row_id, row.tokens[:-1]):
+            self._events.append(Kept(request.row_id, tuple(row.tokens[:-1])))
+        self._leave(row)
+
     def _leave(self, row: _Row) -> None:
         row_id = row.request.row_id
         del self._rows[row_id]
-        self._leave_prefixes(row)
+        self._prefixes.remove(row_id)
         self._scheduler.remove(row_id)
         self._runner.drop(row_id)
 
@@ -539,16 +459,14 @@ class BatchEngine:
             "a step failed; its rows are computed again rows=%d", len(self._rows), exc_info=error
         )
         self._launched = None
-        self._followers.clear()
-        self._prefixes.clear()
         self._runner.clear()
         mx.clear_cache()
         policy = replace(self._policy, expected_tokens=self._scheduler.expected_tokens)
         self._scheduler = Scheduler(policy, self._runner.row_bytes)
+        self._prefixes.restart(self._scheduler)
         for row in self._rows.values():
-            row.prefix, row.prefix_tokens, row.waits_for = None, 0, None
-            row.is_dropped = False
             self._schedule(row)
+            self._prefixes.add(row.request.row_id, tuple(row.tokens), is_sibling=True)
 
     # Memory ---------------------------------------------------------------------------------
 
@@ -567,4 +485,5 @@ class BatchEngine:
             logger.warning("memory is short, a row waits until there is more row=%s", last)
             self._scheduler.preempt(last)
             self._runner.drop(last)
+            self._prefixes.add_again(last)
             self._runner.shrink()

@@ -62,6 +62,9 @@ class RowRequest:
         matcher: what the tokens must follow; the row's own.
         num_top_logprobs: log-probabilities wanted beside the token's own; None for none at all.
         priority: among the rows that wait for room, higher goes first.
+        keep: after so many tokens of the prompt its keys and values are kept for later prompts.
+        keeps_answer: so are those of prompt and answer, for a chat that goes on.
+        is_sibling: another choice of the request, added before, has the same prompt.
     """
 
     row_id: str
@@ -73,6 +76,9 @@ class RowRequest:
     matcher: TokenMatcher | None = None
     num_top_logprobs: int | None = None
     priority: int = 0
+    keep: tuple[int, ...] = ()
+    keeps_answer: bool = False
+    is_sibling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,14 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A row whose keys and values are kept: those of prompt and answer but for its last token."""
+
+    row_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A row that left the batch without an ending; the error's class says what becomes of it."""
 
@@ -108,7 +122,7 @@ class Failed:
     error: Exception
 
 
-Event = Begun | Token | Failed
+Event = Begun | Token | Kept | Failed
 
 
 class Engine(Protocol):

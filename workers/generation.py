@@ -11,7 +11,7 @@ from typing import Protocol
 
 from workers.answer import AnswerDecoder, ChoiceBuilder
 from workers.answer_forms import Piece
-from workers.engine import Begun, Engine, Failed, Token
+from workers.engine import Begun, Engine, Failed, Kept, Token
 from workers.requests import Generated, PreparedRequest
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,8 @@ class GenerationThread:
         sink: where tokens and endings go.
         on_failure: called on the engine thread with the exception that ended it.
         max_rows: rows handed to the engine at a time; more wait inside the thread.
+        on_kept: called on the engine thread with the tokens of a chat that a later prompt may
+            go on with.
     """
 
     def __init__(
@@ -87,11 +89,13 @@ class GenerationThread:
         *,
         on_failure: Callable[[BaseException], None],
         max_rows: int,
+        on_kept: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         self._make_parts = make_parts
         self._sink = sink
         self._on_failure = on_failure
         self._max_rows = max_rows
+        self._on_kept = on_kept
         self._inbox: queue.SimpleQueue[Sequence[PreparedRequest] | None] = queue.SimpleQueue()
         self._waiting: list[PreparedRequest] = []
         self._jobs: dict[str, _Job] = {}
@@ -147,6 +151,9 @@ class GenerationThread:
                 raise RuntimeError(f"the engine has lost {len(self._rows)} rows")
             return
         for event in parts.engine.step():
+            if isinstance(event, Kept):
+                self._on_kept(event.token_ids)
+                continue
             job, choice = self._rows.get(event.row_id, (None, 0))
             if job is None:
                 continue

@@ -29,6 +29,11 @@ class PrefillPace:
     _decode_seconds: dict[int, float] = field(default_factory=dict)
     _token_seconds: float | None = None
 
+    @property
+    def seconds_per_token(self) -> float:
+        """What a prompt token takes, 0 until it was measured."""
+        return self._token_seconds or 0.0
+
     def tokens(self, *, num_decoding: int) -> int:
         """Return the prompt tokens for a step in which so many rows decode, at least 1."""
         if not num_decoding:

@@ -20,10 +20,14 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from workers.checkpoints.records import Layer
 from workers.kv_blocks import Block, BlockStore, LayerShape, RowKV, capacity_for
+from workers.kv_records import columns_layer, to_array
 from workers.runner import NotBatchable, PromptChunk
 
 _stock_attention = base.scaled_dot_product_attention
+# What checkpoints call the caches of this runner, which keep every token's key and value.
+_CLASS = "packed"
 # There mlx computes attention from plain matrix products; on a GPU one kernel does it all.
 _ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
@@ -383,6 +387,36 @@ class PackedRunner:
     def load(self, row_id: str, state: RowKV, length: int) -> None:
         """Let a row that was just added begin with ``length`` tokens of a state."""
         self.store.load(row_id, state.head(length))
+
+    def describe_layers(self) -> list[Any]:
+        """Return what each layer keeps of a row, as values of JSON: alike where states fit."""
+        return [
+            [_CLASS, shape.num_heads, shape.key_width, shape.value_width, str(shape.dtype)]
+            for shape in self.store.layers
+        ]
+
+    def to_layers(self, state: RowKV, start: int, stop: int) -> tuple[Layer, ...]:
+        """Return the keys and values of the tokens from start to stop as plain arrays."""
+        pairs = zip(state.keys, state.values, strict=True)
+        return tuple(columns_layer(_CLASS, pair, start, stop) for pair in pairs)
+
+    def from_layers(self, layers: Sequence[Layer], length: int) -> RowKV:
+        """Return the state after ``length`` tokens that plain arrays hold.
+
+        Raises:
+            ValueError: they are of another model or length.
+        """
+        keys, values = [], []
+        for shape, layer in zip(self.store.layers, layers, strict=True):
+            key, value = (to_array(tensor) for tensor in layer.tensors)
+            for array, width in ((key, shape.key_width), (value, shape.value_width)):
+                if array.shape != (1, shape.num_heads, length, width) or array.dtype != shape.dtype:
+                    raise ValueError(
+                        f"{array.dtype} of shape {array.shape} is no key or value here"
+                    )
+            keys.append(key)
+            values.append(value)
+        return RowKV(keys, values, length)
 
     @property
     def nbytes(self) -> int:

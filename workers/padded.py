@@ -14,9 +14,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
+from workers.checkpoints.records import Layer
 from workers.kv_blocks import capacity_for
+from workers.kv_records import columns_layer, state_layer, to_array, to_state
 from workers.runner import NotExtractable, PromptChunk
 
 # Recurrent caches grow a graph that nothing else evaluates: mlx-lm's advance() is lazy.
@@ -66,9 +68,11 @@ class PaddedRunner:
     _num_steps: int = 0
     _fixed_bytes: int = 0
     _bytes_per_token: int = 0
+    _has_columns_only: bool = False
 
     def __post_init__(self) -> None:
         self._fixed_bytes, self._bytes_per_token = _measure(self.model)
+        self._has_columns_only = all(_is_plain(cache) for cache in make_prompt_cache(self.model))
 
     def row_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a row of so many tokens takes, padding included."""
@@ -82,15 +86,59 @@ class PaddedRunner:
             self._rows[row_id] = _Row(0, make_prompt_cache(self.model))
 
     def load(self, row_id: str, state: PaddedState, length: int) -> None:
-        """Let a row that was just added begin with all tokens of a state."""
-        if length != state.num_tokens:
-            raise ValueError(f"a state of {state.num_tokens} tokens cannot be cut to {length}")
-        self._rows[row_id] = _Row(state.num_tokens, _copied(state.caches))
+        """Let a row that was just added begin with ``length`` tokens of a state."""
+        self._rows[row_id] = _Row(length, _copied(self._head(state, length).caches))
 
     @property
     def is_sliceable(self) -> bool:
         """Whether what a row holds of its first tokens can be had alone: not of every cache."""
-        return False
+        return self._has_columns_only
+
+    def describe_layers(self) -> list[Any]:
+        """Return what each layer keeps of a row, as values of JSON: alike where states fit."""
+        caches = make_prompt_cache(self.model)
+        self.model(mx.array([[0]]), cache=caches)
+        return [
+            [_name(cache), [[list(a.shape[1:]), str(a.dtype)] for a in _arrays([cache])]]
+            if not _is_plain(cache)
+            else [_name(cache), [[a.shape[1], a.shape[3], str(a.dtype)] for a in _columns(cache)]]
+            for cache in caches
+        ]
+
+    def to_layers(self, state: PaddedState, start: int, stop: int) -> tuple[Layer, ...]:
+        """Return a state as plain arrays: of the tokens from start to stop, where each has its own.
+
+        Raises:
+            NotExtractable: a layer keeps what cannot be stored.
+        """
+        try:
+            return tuple(
+                columns_layer(_name(cache), _evaluated(_columns(cache)), start, stop)
+                if _is_plain(cache)
+                else state_layer(_name(cache), cache.state)
+                for cache in state.caches
+            )
+        except TypeError as error:
+            raise NotExtractable(str(error)) from error
+
+    def from_layers(self, layers: Sequence[Layer], length: int) -> PaddedState:
+        """Return the state after ``length`` tokens that plain arrays hold.
+
+        Raises:
+            ValueError: they are of another model or length.
+        """
+        caches = []
+        for empty, layer in zip(make_prompt_cache(self.model), layers, strict=True):
+            if layer.cls != _name(empty):
+                raise ValueError(f"a {_name(empty)} cannot be made of a {layer.cls}")
+            if _is_plain(empty):
+                columns = [to_array(tensor) for tensor in layer.tensors]
+                if any(array.shape[2] != length for array in columns):
+                    raise ValueError(f"{length} tokens are wanted of {columns[0].shape}")
+                caches.append(_from_columns(empty, columns, length))
+            else:
+                caches.append(type(empty).from_state(to_state(layer)))
+        return PaddedState(caches, length)
 
     def extract(self, row_id: str, length: int | None = None) -> PaddedState:
         """Return a copy of what a row holds, evaluated.
@@ -107,7 +155,8 @@ class PaddedRunner:
             assert own is not None
             caches = _copied(own)
         mx.eval([cache.state for cache in caches])
-        return PaddedState(caches, row.length)
+        state = PaddedState(caches, row.length)
+        return state if length is None else self._head(state, length)
 
     def is_finite(self, state: PaddedState) -> bool:
         """Return whether every number of a state is one; others would spread."""
@@ -193,6 +242,15 @@ class PaddedRunner:
         shared = [group.caches for group in self._groups]
         return sum(array.nbytes for caches in (*alone, *shared) for array in _arrays(caches))
 
+    def _head(self, state: PaddedState, length: int) -> PaddedState:
+        """Return the first tokens of a state, not copied."""
+        if length == state.num_tokens:
+            return state
+        if not self._has_columns_only:
+            raise ValueError(f"a state of {state.num_tokens} tokens cannot be cut to {length}")
+        caches = [_from_columns(cache, _columns(cache), length) for cache in state.caches]
+        return PaddedState(caches, length)
+
     def _join(self, capacity: int, row_ids: Sequence[str]) -> None:
         own: list[_Caches] = []
         for row_id in row_ids:
@@ -237,6 +295,43 @@ class PaddedRunner:
 def _arrays(caches: _Caches) -> list[mx.array]:
     leaves: Any = tree_flatten([cache.state for cache in caches])
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def _name(cache: Any) -> str:
+    """Return what a checkpoint calls a cache: its class, and those inside."""
+    inner = ", ".join(_name(one) for one in getattr(cache, "caches", ()))
+    return f"{type(cache).__name__}({inner})" if inner else type(cache).__name__
+
+
+def _is_plain(cache: Any) -> bool:
+    """Return whether a cache keeps a key and a value for each token, and nothing else."""
+    if type(cache) is CacheList:
+        return all(_is_plain(one) for one in cache.caches)
+    return type(cache) is KVCache
+
+
+def _columns(cache: Any) -> list[mx.array]:
+    """Return keys and values of a plain cache, without the columns that it has in reserve."""
+    if type(cache) is CacheList:
+        return [array for one in cache.caches for array in _columns(one)]
+    return [] if cache.keys is None else list(cache.keys_and_values())
+
+
+def _from_columns(like: Any, columns: Sequence[mx.array], length: int) -> Any:
+    """Return a plain cache of the first columns of some keys and values."""
+    if type(like) is CacheList:
+        parts = iter(columns)
+        return CacheList(  # type: ignore[no-untyped-call]
+            *(_from_columns(one, [next(parts), next(parts)], length) for one in like.caches)
+        )
+    keys, values = (array[:, :, :length] for array in columns)
+    return KVCache.from_state((keys, values, length))  # type: ignore[no-untyped-call]
+
+
+def _evaluated(arrays: list[mx.array]) -> list[mx.array]:
+    arrays = [mx.contiguous(array) for array in arrays]
+    mx.eval(arrays)
+    return arrays
 
 
 def _copied(caches: _Caches) -> _Caches:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return how many items two sequences begin with alike."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -92,3 +95,34 @@ class PrefixStore:
     def clear(self) -> None:
         """Forget all."""
         self._prefixes.clear()
+
+
+class SeenPrompts:
+    """The prompts of late, to see what comes for the second time.
+
+    Args:
+        max_bytes: of all prompts together, four bytes a token; the oldest go first.
+    """
+
+    def __init__(self, max_bytes: int = 32 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._by_age: deque[bytes] = deque()
+        self._sorted: list[bytes] = []
+
+    def note(self, tokens: Sequence[int]) -> int:
+        """Remember a prompt; return with how many tokens of it an earlier one begins."""
+        prompt = array("I", tokens).tobytes()
+        place = bisect_left(self._sorted, prompt)
+        # In the order of bytes, what begins most alike stands beside it.
+        beside = self._sorted[max(place - 1, 0) : place + 1]
+        longest = max((common_length(other, prompt) for other in beside), default=0)
+        if prompt not in beside:
+            self._sorted.insert(place, prompt)
+            self._by_age.append(prompt)
+            self._num_bytes += len(prompt)
+        while self._num_bytes > self._max_bytes:
+            oldest = self._by_age.popleft()
+            del self._sorted[bisect_left(self._sorted, oldest)]
+            self._num_bytes -= len(oldest)
+        return longest // array("I").itemsize

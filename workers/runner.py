@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from queue_service.errors import QsvcError
+from workers.checkpoints.records import Layer
 
 
 class NotBatchable(QsvcError):
@@ -55,6 +56,23 @@ class Runner(Protocol):
 
     def is_finite(self, state: Any) -> bool:
         """Return whether every number of a state is one; others would spread."""
+
+    def describe_layers(self) -> list[Any]:
+        """Return what each layer keeps of a row, as values of JSON: alike where states fit."""
+
+    def to_layers(self, state: Any, start: int, stop: int) -> tuple[Layer, ...]:
+        """Return a state as plain arrays: of the tokens from start to stop, where each has its own.
+
+        Raises:
+            NotExtractable: a layer keeps what cannot be stored.
+        """
+
+    def from_layers(self, layers: Sequence[Layer], length: int) -> Any:
+        """Return the state after ``length`` tokens that plain arrays hold.
+
+        Raises:
+            ValueError: they are of another model or length.
+        """
 
     def drop(self, row_id: str) -> None:
         """Forget a row, if it is known."""

@@ -203,6 +203,14 @@ class Scheduler:
         """
         self._waiting(sequence_id).cache(cached_tokens)
 
+    def cut(self, sequence_id: str, num_tokens: int) -> None:
+        """Let a chunk of a sequence's prefill end after so many tokens, where one would go on.
+
+        Raises:
+            KeyError: the id is unknown.
+        """
+        self._sequences[sequence_id].cut(num_tokens)
+
     def preempt(self, sequence_id: str) -> None:
         """Make a row wait again, in front of its priority; ignored when the sequence waits.
 
@@ -517,6 +525,7 @@ class _Sequence:
         overtakes: admissions past it while it was the first to wait.
         admission: how many admissions were before its last one.
         reserved_tokens: the length that room was kept for at its admission.
+        cuts: lengths at which a chunk ends, in order.
     """
 
     id: str
@@ -531,6 +540,7 @@ class _Sequence:
     overtakes: int = 0
     admission: int = -1
     reserved_tokens: int = 0
+    cuts: tuple[int, ...] = ()
 
     @property
     def order(self) -> tuple[int, bool, int]:
@@ -574,10 +584,15 @@ class _Sequence:
             raise ValueError(f"{self.id} cannot have {cached_tokens} of {self.num_tokens} cached")
         self.cached_tokens = cached_tokens
 
+    def cut(self, num_tokens: int) -> None:
+        """Let a chunk end after so many tokens."""
+        self.cuts = tuple(sorted({*self.cuts, num_tokens}))
+
     def next_chunk(self, num_tokens: int) -> Chunk:
-        """Return its next tokens to prefill."""
-        is_last = num_tokens == self.tokens_to_prefill
-        return Chunk(self.id, self.kv_tokens, self.kv_tokens + num_tokens, is_last)
+        """Return its next tokens to prefill, at most so many."""
+        stop = self.kv_tokens + num_tokens
+        stop = next((cut for cut in self.cuts if self.kv_tokens < cut < stop), stop)
+        return Chunk(self.id, self.kv_tokens, stop, stop == self.num_tokens - 1)
 
     def start_over(self) -> None:
         """Wait again, with the tokens generated so far to feed."""

@@ -582,7 +582,7 @@ def test_a_prefix_outlives_what_there_is_no_room_for_only_while_somebody_waits()
         shared = list(request(name, length=100).prompt_ids)
         bench.add(*[request(f"{name}{i}", tokens=[*shared, i + 1, 3]) for i in range(3)])
         bench.run()
-        assert bench.engine._prefixes.num_bytes == row_bytes
+        assert bench.engine._prefixes.in_memory.num_bytes == row_bytes
     assert [bench.cached[f"{name}1"] for name in "xyz"] == [100] * 3
 
 

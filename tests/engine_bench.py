@@ -14,6 +14,8 @@ from mlx_lm.models import qwen3
 from tests.reference_engine import ReferenceEngine
 from workers.batch_engine import BatchEngine
 from workers.checkpoint_tier import CheckpointTier
+from workers.checkpoints.records import Segment
+from workers.checkpoints.store import CheckpointStore
 from workers.engine import Begun, Kept, RowRequest, Token, TokenLogprobs
 from workers.memory import MemoryGuard
 from workers.pace import PrefillPace
@@ -78,6 +80,22 @@ def request(
         stop_ids=frozenset({EOS}),
         **options,
     )
+
+
+class WriteNow:
+    """Writes at once, on the engine's thread."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self.written: list[Segment] = []
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            assert self._store.put(segment) is not None
+            self.written.append(segment)
+
+    def close(self) -> None:
+        pass
 
 
 class Bench:

@@ -146,11 +146,11 @@ def examine(family: Family) -> Outcome:
     batching, runner = choose_runner(model)
     drive = _Drive(runner)
     _run(drive, alone)
-    moved = None if drive.refusal else _resume(_Drive(_fresh(model, batching)), drive, alone)
+    moved = None if drive.refusal else _resume(_Drive(fresh_runner(model, batching)), drive, alone)
     return Outcome(caches, batching, drive.difference, moved, drive.refusal)
 
 
-def _fresh(model: Any, batching: Batching) -> Runner:
+def fresh_runner(model: Any, batching: Batching) -> Runner:
     if batching is Batching.PACKED:
         return PackedRunner(model)
     return PaddedRunner(model, batched=batching is Batching.ONE_ROW_PREFILL)

@@ -10,29 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine_bench import GREEDY, VOCABULARY, Bench, request, tiny_model
+from tests.engine_bench import GREEDY, VOCABULARY, Bench, WriteNow, request, tiny_model
 from workers.checkpoint_tier import CheckpointTier
-from workers.checkpoints.records import Identity, Segment
+from workers.checkpoints.records import Identity
 from workers.checkpoints.store import CheckpointStore, MemoryStore
 from workers.packed import PackedRunner
 from workers.padded import PaddedRunner
 from workers.runner import Runner
-
-
-class WriteNow:
-    """Writes at once, on the engine's thread."""
-
-    def __init__(self, store: CheckpointStore) -> None:
-        self._store = store
-        self.written: list[Segment] = []
-
-    def put(self, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            assert self._store.put(segment) is not None
-            self.written.append(segment)
-
-    def close(self) -> None:
-        pass
 
 
 def new_store() -> MemoryStore:

@@ -334,11 +334,11 @@ class _Siblings:
         place = bisect_right(keys, rest)
         best, most = b"", -1
         if place < len(keys):
-            best, most = keys[place], _common_tokens(keys[place], rest)
+            best, most = keys[place], common_tokens(keys[place], rest)
         whole = []
         while place:
             key = keys[place - 1]
-            shared = _common_tokens(key, rest)
+            shared = common_tokens(key, rest)
             if shared > most:
                 best, most = key, shared
             if shared * _TOKEN_BYTES == len(key):
@@ -350,7 +350,7 @@ class _Siblings:
         return self._entries[best], most, whole
 
 
-def _common_tokens(one: bytes, other: bytes) -> int:
+def common_tokens(one: bytes, other: bytes) -> int:
     """Return how many tokens two sequences begin with alike."""
     num_bytes = min(len(one), len(other))
     if one[:num_bytes] == other[:num_bytes]:

@@ -149,11 +149,10 @@ class BatchEngine:
             rules = RowRules.of_row(request.rules, sorted(request.stop_ids), prompt)
             self._rows[request.row_id] = row = _Row(request, prompt, rules)
             self._schedule(row)
+            # What is kept at the end holds the prompt too, where a part of it can be had.
+            keep = () if request.keeps_answer and self._runner.is_sliceable else request.keep
             self._prefixes.add(
-                request.row_id,
-                request.prompt_ids,
-                keep=request.keep,
-                is_sibling=request.is_sibling,
+                request.row_id, request.prompt_ids, keep=keep, is_sibling=request.is_sibling
             )
 
     def remove(self, row_ids: Iterable[str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from queue_service.broker import Claimed
 from queue_service.errors import RequestError
+from queue_service.json_text import quoted
 from queue_service.payload import Call, decode_call
 from queue_service.requests import (
     ChatRequest,
@@ -18,9 +19,11 @@ from queue_service.requests import (
 )
 from queue_service.tool_fields import ToolChoiceMode
 from workers.answer_forms import AnswerForms
+from workers.chat_prompts import ChatPrompts
 from workers.engine import LogitRules
 from workers.requests import PreparedRequest, Prompt
 from workers.sampling import SamplingDefaults, SamplingPlan, default_seed
+from workers.token_history import TokenHistory
 
 _T = TypeVar("_T")
 
@@ -52,7 +55,7 @@ class PromptEncoder(Protocol):
 
     def render_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         /,
         *,
         add_generation_prompt: bool = True,
@@ -79,6 +82,7 @@ class Preparer:
         forms: reads and bounds the form of answers; None where a model's answers are plain text.
         defaults: what a request gets that does not say.
         allowed_callbacks: names that a job may have called at its end.
+        history: the tokens of chats whose keys and values are kept; None where none are.
     """
 
     def __init__(
@@ -90,8 +94,10 @@ class Preparer:
         forms: AnswerForms | None = None,
         defaults: SamplingDefaults | None = None,
         allowed_callbacks: frozenset[str] = frozenset(),
+        history: TokenHistory | None = None,
     ) -> None:
         self._encoder = encoder
+        self._chats = ChatPrompts(encoder, history)
         self._limits = limits
         self._model = model
         self._forms = forms or AnswerForms()
@@ -108,12 +114,14 @@ class Preparer:
         call = decode_call(claimed.fields.get("data", b""))
         endpoint, body = _endpoint_and_body(call)
         request = parse_request(endpoint, body, is_clean=True)
+        keeps_answer = False
         _check_agreement(request)
         if isinstance(request, ChatRequest):
-            rendered = self._render(request)
-            prompts: tuple[Prompt, ...] = (
-                self._prompt(request, self._encoder.encode_chat(rendered)),
-            )
+            rendering = self._rendering(request)
+            rendered = self._render(request, rendering)
+            chat = self._chats.encode(request, rendered, rendering)
+            prompts: tuple[Prompt, ...] = (self._prompt(request, chat.ids, keep=chat.keep),)
+            keeps_answer = chat.keeps_answer and request.n == 1
             form = self._forms.of_chat(request, rendered, job_id=claimed.job_id)
         else:
             prompts = tuple(self._text_prompt(request, prompt) for prompt in request.prompts)
@@ -132,6 +140,7 @@ class Preparer:
             form=form,
             num_top_logprobs=request.num_top_logprobs,
             priority=request.priority,
+            keeps_answer=keeps_answer,
         )
 
     def _check_followers(self, claimed: Claimed) -> None:
@@ -147,7 +156,9 @@ class Preparer:
         if claimed.text("webhooks") not in (None, "[]"):
             raise RequestError("webhooks are not supported", code="webhook_not_allowed")
 
-    def _render(self, request: ChatRequest) -> str:
+    @staticmethod
+    def _rendering(request: ChatRequest) -> dict[str, Any]:
+        """Return the keywords that a chat's template gets, without those of the last turn."""
         kwargs: dict[str, Any] = dict(request.chat_template_kwargs)
         for name in ("add_generation_prompt", "continue_final_message"):
             if name in kwargs:
@@ -160,11 +171,14 @@ class Preparer:
             kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
         if request.tools and request.tool_choice.mode is not ToolChoiceMode.NONE:
             kwargs["tools"] = request.tools_for_template()
+        return kwargs
+
+    def _render(self, request: ChatRequest, rendering: dict[str, Any]) -> str:
         return self._encoder.render_chat(
             request.template_messages(),
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            **kwargs,
+            **rendering,
         )
 
     def _text_prompt(self, request: CompletionRequest, prompt: str | tuple[int, ...]) -> Prompt:
@@ -180,10 +194,12 @@ class Preparer:
             echo = prompt if isinstance(prompt, str) else self._encoder.decode(prompt)
         return self._prompt(request, ids, echo=echo)
 
-    def _prompt(self, request: Request, ids: Sequence[int], *, echo: str = "") -> Prompt:
+    def _prompt(
+        self, request: Request, ids: Sequence[int], *, echo: str = "", keep: tuple[int, ...] = ()
+    ) -> Prompt:
         if not ids:
             raise RequestError("the prompt is empty", param="prompt")
-        return Prompt(tuple(ids), self._token_limit(request, len(ids)), echo)
+        return Prompt(tuple(ids), self._token_limit(request, len(ids)), echo, keep)
 
     def _check_ids(self, ids: Iterable[int], field: str) -> None:
         size = self._limits.vocabulary_size
@@ -298,7 +314,7 @@ def _endpoint_and_body(call: Call) -> tuple[Endpoint, dict[str, object]]:
     if endpoint is None:
         known = ", ".join(e.function for e in Endpoint)
         raise RequestError(
-            f"function {call.function!r} is not one that qsvc runs ({known})",
+            f"function {quoted(call.function)} is not one that qsvc runs ({known})",
             code="unknown_function",
         )
     arguments = [*call.args, *([call.kwargs["body"]] if "body" in call.kwargs else [])]

@@ -23,11 +23,13 @@ class Prompt:
         ids: token ids, at least one, all inside the vocabulary.
         token_limit: the most tokens of one answer to it, at least 1.
         echo: text that every answer begins with.
+        keep: lengths of it after which keys and values are kept for later prompts.
     """
 
     ids: tuple[int, ...]
     token_limit: int
     echo: str = ""
+    keep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class PreparedRequest:
         form: what the answers consist of, and what their tokens must follow.
         num_top_logprobs: log-probabilities wanted beside each token's own; None for none at all.
         priority: among the requests that a worker holds, higher goes first.
+        keeps_answer: keys and values of prompt and answer are kept, for a chat that goes on.
     """
 
     claimed: Claimed
@@ -61,6 +64,7 @@ class PreparedRequest:
     form: AnswerForm = PLAIN_TEXT
     num_top_logprobs: int | None = None
     priority: int = 0
+    keeps_answer: bool = False
 
     @property
     def execution_id(self) -> str:
@@ -86,6 +90,7 @@ class PreparedRequest:
         rows = []
         for choice, sampling in enumerate(self.samplings):
             prompt = self.prompt_of(choice)
+            is_sibling = choice % self.choices_per_prompt > 0
             rows.append(
                 RowRequest(
                     row_id=self.row_id(choice),
@@ -97,6 +102,9 @@ class PreparedRequest:
                     matcher=self.form.matcher(decoder),
                     num_top_logprobs=self.num_top_logprobs,
                     priority=self.priority,
+                    keep=() if is_sibling else prompt.keep,
+                    keeps_answer=self.keeps_answer,
+                    is_sibling=is_sibling,
                 )
             )
         return rows

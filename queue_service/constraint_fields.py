@@ -10,12 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from queue_service import constraints
 from queue_service.constraints import Constraint
 from queue_service.errors import RequestError
-from queue_service.json_text import load_json, shortened
+from queue_service.json_text import load_json
 from queue_service.tool_fields import Identifier
 from queue_service.validation import Body, refuse
-
-# A reason may quote a name from the schema, which has no bounds.
-_MAX_REASON_CHARS = 500
 
 
 def _schema(value: Any) -> Constraint | None:
@@ -70,8 +67,7 @@ def _made(make: Callable[[Any], Constraint], value: Any) -> Constraint | None:
     try:
         return make(value)
     except RequestError as exc:
-        reason = shortened(exc.message, _MAX_REASON_CHARS)
-        refuse("is refused: {reason}", code=exc.code, reason=reason)
+        refuse("is refused: {reason}", code=exc.code, reason=exc.message)
 
 
 class JsonSchemaFormat(Body):

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from queue_service.errors import RequestError
+from queue_service.json_text import MAX_REASON_CHARS, shortened
 
 MAX_SOURCE_BYTES = 64 * 1024
 MAX_SUBSCHEMAS = 1000
@@ -125,7 +126,8 @@ def json_schema(schema: Mapping[str, Any]) -> Constraint:
         canonical = _SchemaReader().read(schema)
         source = _compact(canonical)
     except _Unenforceable as exc:
-        raise RequestError(str(exc), code="invalid_schema") from exc
+        # It may quote a name from the schema, which has no bounds.
+        raise RequestError(shortened(exc, MAX_REASON_CHARS), code="invalid_schema") from exc
     _check_size(source, "the schema", code="invalid_schema")
     return Constraint(ConstraintKind.JSON_SCHEMA, source)
 

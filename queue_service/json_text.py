@@ -7,6 +7,8 @@ import math
 from typing import Any, NoReturn
 
 MAX_NESTING = 64
+# What a message may quote of a library's or of a checker's, which may quote the request.
+MAX_REASON_CHARS = 500
 
 _CONTAINERS = (dict, list, tuple)
 _TOO_DEEP = f"nested deeper than {MAX_NESTING} levels"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from queue_service.errors import RequestError
-from workers.engine import Event, Failed, RowRequest, Token
+from workers.engine import Event, Failed, RowRequest, Token, TokenLogprobs
 from workers.errors import TransientError
 from workers.generation import EngineParts
 from workers.model_info import ModelInfo
@@ -28,7 +28,7 @@ class FakeTokenizer:
         return bytes(i for i in ids if i != EOS).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
+        return bytes([token_id]) if token_id != EOS else b""
 
     def render_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
         if any(message["content"] == "refuse me" for message in messages):
@@ -48,7 +48,7 @@ class _Row:
 
 @dataclass
 class FakeEngine:
-    """Answers each prompt with itself, one token a step for every row, then EOS.
+    """Answers each prompt with itself, one token a step for every row, then EOS, and so on.
 
     A prompt that says ``crash`` kills the process as a device fault would; one that says
     ``fault`` raises in the step; one that says ``lost`` fails alone, after its first token.
@@ -74,7 +74,7 @@ class FakeEngine:
         self.batch_sizes.append(len(self.rows))
         events: list[Event] = []
         for row_id, row in list(self.rows.items()):
-            text = bytes(row.request.prompt_ids)
+            text = bytes(i for i in row.request.prompt_ids if i != EOS)
             if text.startswith(b"crash"):
                 import os
 
@@ -85,9 +85,9 @@ class FakeEngine:
                 del self.rows[row_id]
                 events.append(Failed(row_id, TransientError("the row is lost")))
                 continue
-            token_id = row.answer[row.position]
+            token_id = row.answer[row.position % len(row.answer)]
             row.position += 1
-            events.append(Token(row_id, token_id))
+            events.append(Token(row_id, token_id, _logprobs(row.request, token_id)))
             if token_id in row.request.stop_ids or row.position >= row.request.token_limit:
                 del self.rows[row_id]
         return events
@@ -103,6 +103,13 @@ class FakeEngine:
     @property
     def peak_bytes(self) -> int:
         return 123_000_000
+
+
+def _logprobs(request: RowRequest, token_id: int) -> TokenLogprobs | None:
+    """The token was certain, and the first ids of the vocabulary come after it."""
+    if request.num_top_logprobs is None:
+        return None
+    return TokenLogprobs(0.0, tuple((i, -1.0 - i) for i in range(request.num_top_logprobs)))
 
 
 def fake_info(name: str = "fake") -> ModelInfo:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from queue_service.constraints import Constraint, ConstraintKind
 from queue_service.errors import QsvcError, RequestError
+from queue_service.json_text import quoted
 from workers.grammar_check import byte_tokenizer, find_fault, first_line, parser_limits
 from workers.tokenizer import Tokenizer
 
@@ -337,7 +338,7 @@ def _refused(constraint: Constraint, fault: str) -> RequestError:
 def _check_choices(constraint: Constraint, tokenizer: LLTokenizer) -> None:
     for option in json.loads(constraint.source):
         if tokenizer.decode_bytes(tokenizer.tokenize_str(option)) != option.encode():
-            raise _refused(constraint, f"this model has no tokens for {option!r}")
+            raise _refused(constraint, f"this model has no tokens for {quoted(option)}")
 
 
 def _validate_json(source: str, text: str) -> str | None:

@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from queue_service.errors import RequestError
+from queue_service.json_text import MAX_REASON_CHARS, shortened
 
 # Settings of the renderer itself: a request that could set them would swap the template or
 # get something else than text.
@@ -208,7 +209,9 @@ class Tokenizer:
                 **template_kwargs,
             )
         except _TEMPLATE_FAILURES as exc:
-            raise RequestError(f"the chat template: {exc}", param="messages") from exc
+            # Some of transformers' messages quote the whole chat.
+            reason = shortened(str(exc) or type(exc).__name__, MAX_REASON_CHARS)
+            raise RequestError(f"the chat template: {reason}", param="messages") from exc
         return str(rendered)
 
 

@@ -35,6 +35,10 @@ def source(schema: dict[str, Any]) -> Any:
     return json.loads(json_schema(schema).source)
 
 
+def test_a_name_without_end_is_cut_in_the_message() -> None:
+    assert len(refusal(json_schema, {"x" * 50_000: 1}).message) <= 500
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "null"}
     for _ in range(depth):

@@ -154,6 +154,10 @@ def test_a_function_that_is_not_ours_is_refused() -> None:
     assert "os.system" in error.message
 
 
+def test_a_long_name_of_a_function_is_cut_in_the_message() -> None:
+    assert len(refusal(claimed_call("f" * 100_000, {"prompt": "true"})).message) < 300
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -221,6 +221,13 @@ def test_a_refusal_of_the_template_is_the_requests_error() -> None:
     assert (refused.value.status_code, refused.value.param) == (400, "messages")
 
 
+def test_a_failure_that_quotes_the_chat_is_cut() -> None:
+    tokenizer = tiny("{{ raise_exception(messages[0].content) }}")
+    with pytest.raises(RequestError) as caught:
+        tokenizer.render_chat([{"role": "user", "content": "private " * 10_000}])
+    assert len(caught.value.message) < 600
+
+
 @pytest.mark.parametrize(
     "messages",
     [

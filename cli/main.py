@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "batches": "cli.batches_command",
     "delete": "cli.delete_command",
     "dead": "cli.dead_command",
+    "cache": "cli.cache_command",
     "dashboard": "cli.dashboard_command",
 }
 

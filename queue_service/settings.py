@@ -288,12 +288,45 @@ class PathSettings(Section):
         return folder.expanduser().absolute()
 
 
+class CheckpointSettings(Section):
+    """Keys and values of prompts' beginnings that workers keep on disk, to compute each once."""
+
+    model_config = SettingsConfigDict(env_prefix="QSVC_CHECKPOINTS_")
+    table: ClassVar[str] = "checkpoints"
+
+    enabled: bool = Field(True, description="Whether workers keep and use them.")
+    folder: Path = Field(
+        default_factory=lambda: PathSettings.load().cache_folder / "checkpoints",
+        description="Where they are; workers may share it. Unset: checkpoints in cache_folder.",
+    )
+    budget: ByteSize | None = Field(
+        None,
+        description="What all of them may take on disk, such as 20GB; unset: a tenth of the"
+        " volume, at most 50GB. A tenth of the volume stays free in any case.",
+    )
+    write_rate: ByteSize = Field(
+        ByteSize(150_000_000),
+        gt=0,
+        description="Bytes of keys and values written each second while rows are decoded.",
+    )
+    daily_writes: ByteSize = Field(
+        ByteSize(100_000_000_000),
+        description="Most bytes that one worker writes to disk in 24 hours.",
+    )
+
+    @field_validator("folder")
+    @classmethod
+    def _absolute(cls, folder: Path) -> Path:
+        return folder.expanduser().absolute()
+
+
 SECTIONS: tuple[type[Section], ...] = (
     RedisSettings,
     WorkerSettings,
     RetentionSettings,
     SubmitSettings,
     PathSettings,
+    CheckpointSettings,
 )
 
 

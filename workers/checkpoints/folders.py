@@ -35,8 +35,8 @@ VERSION_FOLDER = "v1"
 NAMESPACE_FILE = "ns.json"
 BUSY_FOLDER = "busy"
 _LOCK_FILE = "evict.lock"
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_SEGMENT_NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
+NAMESPACE_NAME = r"[0-9a-f]{32}"
+SEGMENT_NAME = rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}"
 _LOCK_SECONDS = 10.0
 _LOCK_POLL_SECONDS = 0.005
 # A change within this time of another may leave a folder's time as it is.
@@ -73,7 +73,7 @@ class SegmentFolder:
             changed_ns = self.path.stat().st_mtime_ns
             if changed_ns == self._changed_ns:
                 return
-            names = {name for name in os.listdir(self.path) if _SEGMENT_NAME.fullmatch(name)}
+            names = {name for name in os.listdir(self.path) if re.fullmatch(SEGMENT_NAME, name)}
         except FileNotFoundError:
             self._changed_ns = None
             for entry in list(self.index):
@@ -186,7 +186,7 @@ class CacheRoot:
         Raises:
             OSError: the root cannot be read; FileNotFoundError: it is not there.
         """
-        names = {name for name in os.listdir(self.versioned) if _NAMESPACE.fullmatch(name)}
+        names = {name for name in os.listdir(self.versioned) if re.fullmatch(NAMESPACE_NAME, name)}
         for name in sorted(names | self._folders.keys()):
             with contextlib.suppress(FileNotFoundError):
                 self.folder(name).refresh()

@@ -70,8 +70,8 @@ class _Drive:
         self.rows[row_id] = _Row(alone)
 
     def insert(self, row_id: str, state: Any, like: _Row) -> None:
-        self.runner.add({row_id: max(len(like.alone.prompt), state.num_tokens)})
-        self.runner.load(row_id, state, state.num_tokens)
+        rows = {row_id: max(len(like.alone.prompt), state.num_tokens)}
+        self.runner.add_with(rows, state, state.num_tokens, shared=0)
         self.rows[row_id] = replace(like)
 
     def take_out(self, row_id: str) -> None:

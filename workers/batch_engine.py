@@ -30,7 +30,7 @@ from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
 from workers.runner import PromptChunk, Runner
 from workers.scheduler import NOTHING, Chunk, Plan, Policy, Scheduler, SchedulerCorrupt
-from workers.shared_prefixes import SharedPrefixes
+from workers.shared_prefixes import SharedPrefixes, Start
 
 logger = logging.getLogger(__name__)
 
@@ -408,13 +408,17 @@ class BatchEngine:
         )
 
     def _make_room(self, rows: Sequence[_Row]) -> None:
-        self._runner.add({row.request.row_id: len(row.tokens) for row in rows})
+        alone: dict[str, int] = {}
+        behind: dict[Start, dict[str, int]] = {}
         for row in rows:
             row_id = row.request.row_id
-            taken = self._prefixes.take(row_id)
-            if taken is not None:
-                self._runner.load(row_id, *taken)
-            self._events.append(Begun(row_id, taken[1] if taken is not None else 0))
+            start = self._prefixes.take(row_id)
+            group = alone if start is None else behind.setdefault(start, {})
+            group[row_id] = len(row.tokens)
+            self._events.append(Begun(row_id, start.length if start is not None else 0))
+        self._runner.add(alone)
+        for start, group in behind.items():
+            self._runner.add_with(group, start.prefix.state, start.length, start.shared)
 
     def _refusal(self, request: RowRequest) -> Exception | None:
         # The preparer has checked it; an id outside the vocabulary would end the process.

@@ -51,7 +51,7 @@ class LayerShape:
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.size
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RowKV:
     """The keys and values of one row, on their own.
 
@@ -64,15 +64,31 @@ class RowKV:
     keys: list[mx.array]
     values: list[mx.array]
     num_tokens: int
+    _heads: dict[int, RowKV] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(array.nbytes for array in (*self.keys, *self.values))
 
     def head(self, num_tokens: int) -> RowKV:
-        """Return the first columns, not copied."""
+        """Return the first columns, not copied: one object for each number of them."""
         if num_tokens == self.num_tokens:
             return self
+        if num_tokens not in self._heads:
+            self._heads[num_tokens] = RowKV(
+                [keys[:, :, :num_tokens] for keys in self.keys],
+                [values[:, :, :num_tokens] for values in self.values],
+                num_tokens,
+            )
+        return self._heads[num_tokens]
+
+    def columns(self, start: int, stop: int) -> RowKV:
+        """Return some columns, not copied."""
         return RowKV(
-            [keys[:, :, :num_tokens] for keys in self.keys],
-            [values[:, :, :num_tokens] for values in self.values],
-            num_tokens,
+            [keys[:, :, start:stop] for keys in self.keys],
+            [values[:, :, start:stop] for values in self.values],
+            stop - start,
         )
 
 
@@ -84,6 +100,7 @@ class Block:
         owners: the row in each slot, None where it is free.
         lengths: the columns in use of each slot.
         is_used: whether a slot had an owner before.
+        base: what all rows of the block begin with, before their columns; it lies elsewhere, once.
     """
 
     keys: list[mx.array]
@@ -91,9 +108,16 @@ class Block:
     owners: list[str | None]
     lengths: list[int]
     is_used: list[bool]
+    base: RowKV | None = None
 
     @classmethod
-    def empty(cls, layers: Sequence[LayerShape], num_slots: int, capacity: int) -> Block:
+    def empty(
+        cls,
+        layers: Sequence[LayerShape],
+        num_slots: int,
+        capacity: int,
+        base: RowKV | None = None,
+    ) -> Block:
         """Return a block of free slots."""
         return cls(
             [mx.zeros((num_slots, s.num_heads, capacity, s.key_width), s.dtype) for s in layers],
@@ -101,7 +125,13 @@ class Block:
             [None] * num_slots,
             [0] * num_slots,
             [False] * num_slots,
+            base,
         )
+
+    @property
+    def base_tokens(self) -> int:
+        """Tokens that every row has before its columns."""
+        return self.base.num_tokens if self.base is not None else 0
 
     @property
     def capacity(self) -> int:
@@ -141,7 +171,7 @@ class Block:
         self.lengths[slot] = row.num_tokens
 
     def take(self, slot: int, length: int | None = None) -> RowKV:
-        """Return a copy of a row's first columns, evaluated and without padding."""
+        """Return a copy of a row's own first columns, evaluated and without padding."""
         used = self.lengths[slot] if length is None else length
         row = RowKV(
             [mx.contiguous(keys[slot : slot + 1, :, :used]) for keys in self.keys],
@@ -180,15 +210,22 @@ class BlockStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(block.nbytes for block in self.blocks)
+        """Bytes held, what rows share counted once."""
+        bases = {id(block.base): block.base for block in self.blocks if block.base is not None}
+        return self._block_bytes + sum(base.nbytes for base in bases.values())
 
-    def add(self, rows: Mapping[str, int]) -> None:
-        """Give each row a slot for so many tokens."""
-        capacities = {row_id: capacity_for(num_tokens) for row_id, num_tokens in rows.items()}
+    def add(self, rows: Mapping[str, int], base: RowKV | None = None) -> None:
+        """Give each row a slot for so many tokens, those of its base not counted.
+
+        Args:
+            base: what all of them begin with: the same object for rows that share it.
+        """
+        capacities = {
+            row_id: capacity_for(max(num_tokens, 1)) for row_id, num_tokens in rows.items()
+        }
         num_coming = Counter(capacities.values())
         for row_id, capacity in capacities.items():
-            self._place(row_id, capacity, num_coming[capacity])
+            self._place(row_id, capacity, num_coming[capacity], base)
             num_coming[capacity] -= 1
 
     def load(self, row_id: str, row: RowKV) -> None:
@@ -197,14 +234,20 @@ class BlockStore:
         block.put(slot, row)
 
     def extract(self, row_id: str, length: int | None = None) -> RowKV:
-        """Return a copy of a row's first columns, evaluated and without padding."""
+        """Return what a row holds of its first tokens, evaluated and without padding."""
         block, slot = self.slots[row_id]
-        return block.take(slot, length)
+        if length is None:
+            length = block.base_tokens + block.lengths[slot]
+        if block.base is None:
+            return block.take(slot, length)
+        if length <= block.base_tokens:
+            return block.base.head(length)
+        return _joined(block.base, block.take(slot, length - block.base_tokens))
 
     def length(self, row_id: str) -> int:
-        """Return the columns that a row has in use; 0 for an unknown id."""
+        """Return the tokens that a row holds; 0 for an unknown id."""
         block, slot = self.slots.get(row_id, (None, 0))
-        return 0 if block is None else block.lengths[slot]
+        return 0 if block is None else block.base_tokens + block.lengths[slot]
 
     def drop(self, row_id: str) -> None:
         """Forget a row; unknown ids are ignored."""
@@ -224,7 +267,7 @@ class BlockStore:
                 continue
             row = block.take(slot)
             self.drop(row_id)
-            self.add({row_id: row.num_tokens + 1})
+            self.add({row_id: row.num_tokens + 1}, block.base)
             self.load(row_id, row)
 
     def shrink(self) -> None:
@@ -240,6 +283,7 @@ class BlockStore:
                 [block.owners[slot] for slot in kept],
                 [block.lengths[slot] for slot in kept],
                 [True] * len(kept),
+                block.base,
             )
             mx.eval(smaller.keys, smaller.values)
             self.blocks[index] = smaller
@@ -252,24 +296,39 @@ class BlockStore:
         self.slots.clear()
         self.blocks.clear()
 
-    def _place(self, row_id: str, capacity: int, num_coming: int) -> None:
-        block = self._block_with_room(capacity, num_coming)
+    @property
+    def _block_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def _place(self, row_id: str, capacity: int, num_coming: int, base: RowKV | None) -> None:
+        block = self._block_with_room(capacity, num_coming, base)
         slot = block.owners.index(None)
         block.give(slot, row_id)
         self.slots[row_id] = (block, slot)
 
-    def _block_with_room(self, capacity: int, num_coming: int) -> Block:
+    def _block_with_room(self, capacity: int, num_coming: int, base: RowKV | None) -> Block:
         for block in self.blocks:
-            if block.capacity == capacity and None in block.owners:
+            if block.capacity == capacity and block.base is base and None in block.owners:
                 return block
         most_slots = max(1, min(_MOST_SLOTS, _COLUMNS_PER_BLOCK // capacity))
         num_slots = min(most_slots, max(num_coming, _FEWEST_SLOTS))
         row_bytes = capacity * self.bytes_per_token
-        if self.nbytes + num_slots * row_bytes > self.budget_bytes:
+        if self._block_bytes + num_slots * row_bytes > self.budget_bytes:
             self.shrink()
-            room = (self.budget_bytes - self.nbytes) // row_bytes
+            room = (self.budget_bytes - self._block_bytes) // row_bytes
             num_slots = max(1, min(num_slots, room))
-        block = Block.empty(self.layers, num_slots, capacity)
+        block = Block.empty(self.layers, num_slots, capacity, base)
         self.blocks.append(block)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return block
+
+
+def _joined(base: RowKV, own: RowKV) -> RowKV:
+    """Return two runs of columns as one, evaluated."""
+    row = RowKV(
+        [mx.concatenate(list(pair), axis=2) for pair in zip(base.keys, own.keys, strict=True)],
+        [mx.concatenate(list(pair), axis=2) for pair in zip(base.values, own.values, strict=True)],
+        base.num_tokens + own.num_tokens,
+    )
+    mx.eval(row.keys, row.values)
+    return row

@@ -28,6 +28,8 @@ from workers.runner import NotBatchable, PromptChunk
 _stock_attention = base.scaled_dot_product_attention
 # What checkpoints call the caches of this runner, which keep every token's key and value.
 _CLASS = "packed"
+# Fewer tokens are copied for each row: attending in two parts costs more.
+_LEAST_SHARED = 128
 # There mlx computes attention from plain matrix products; on a GPU one kernel does it all.
 _ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
@@ -153,17 +155,29 @@ class _Segment:
     slot: int
     start: int
     stop: int
-    position: int
+    position: int  # of its first token among the row's own
+
+    @property
+    def base_tokens(self) -> int:
+        """Tokens of the row before its own."""
+        return self.block.base_tokens
 
 
 class _Prefill:
-    """The chunks of some rows, each attending to its own row."""
+    """The chunks of some rows, each attending to its own row and to what that begins with."""
 
     def __init__(self, segments: Sequence[_Segment]) -> None:
         self._segments = segments
-        positions = [s.position + i for s in segments for i in range(s.stop - s.start)]
+        positions = [
+            s.base_tokens + s.position + i for s in segments for i in range(s.stop - s.start)
+        ]
+        # Rows that begin alike attend to that together.
+        self._by_base: dict[int, list[int]] = {}
+        for index, segment in enumerate(segments):
+            if segment.block.base is not None:
+                self._by_base.setdefault(id(segment.block.base), []).append(index)
         self.offsets = mx.array(positions, dtype=mx.int32)
-        self._masks: dict[tuple[int, int | None], mx.array | str] = {}
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def attend(
         self,
@@ -173,9 +187,10 @@ class _Prefill:
         values: mx.array,
         how: _Attention,
     ) -> mx.array:
-        outputs = []
         # (tokens, heads, 1, width) to (1, heads, tokens, width)
         queries, keys, values = (a.transpose(2, 1, 0, 3) for a in (queries, keys, values))
+        outputs: dict[int, mx.array] = {}
+        own: list[tuple[mx.array, mx.array]] = []
         for index, segment in enumerate(self._segments):
             start, stop = segment.start, segment.stop
             block, slot, total = segment.block, segment.slot, segment.position + stop - start
@@ -184,8 +199,9 @@ class _Prefill:
             if segment.position:
                 row_keys = block.keys[layer][slot : slot + 1, :, :total]
                 row_values = block.values[layer][slot : slot + 1, :, :total]
-            outputs.append(
-                mx.fast.scaled_dot_product_attention(
+            own.append((row_keys, row_values))
+            if block.base is None:
+                outputs[index] = mx.fast.scaled_dot_product_attention(
                     queries[:, :, start:stop],
                     row_keys,
                     row_values,
@@ -193,20 +209,51 @@ class _Prefill:
                     mask=self._mask(index, how.window),
                     sinks=how.sinks,
                 )
+        for indices in self._by_base.values():
+            base = self._segments[indices[0]].block.base
+            assert base is not None
+            made = _attend_behind(
+                (base.keys[layer], base.values[layer]),
+                [
+                    _Part(
+                        queries[:, :, self._segments[i].start : self._segments[i].stop],
+                        *own[i],
+                        mask=self._boolean_mask(i, how.window),
+                        base_mask=self._base_mask(i, how.window),
+                    )
+                    for i in indices
+                ],
+                how,
             )
-        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-        return joined.transpose(2, 1, 0, 3)
+            outputs.update(zip(indices, made, strict=True))
+        joined = [outputs[index] for index in range(len(self._segments))]
+        whole = joined[0] if len(joined) == 1 else mx.concatenate(joined, axis=2)
+        return whole.transpose(2, 1, 0, 3)
 
     def _mask(self, index: int, window: int | None) -> mx.array | str:
         segment = self._segments[index]
         total = segment.position + segment.stop - segment.start
         if window is None or total <= window:
             return "causal"
+        return self._boolean_mask(index, window)
+
+    def _boolean_mask(self, index: int, window: int | None) -> mx.array:
+        """Return which of its own columns each token of a segment sees: (tokens, columns)."""
         if (index, window) not in self._masks:
+            segment = self._segments[index]
             self._masks[index, window] = base.create_causal_mask(
                 segment.stop - segment.start, segment.position, window_size=window
             )
         return self._masks[index, window]
+
+    def _base_mask(self, index: int, window: int | None) -> mx.array | None:
+        """Return which columns of the base each token of a segment sees; None: all."""
+        segment = self._segments[index]
+        num_before = segment.base_tokens + segment.position
+        if window is None or num_before + segment.stop - segment.start <= window:
+            return None
+        tokens = num_before + mx.arange(segment.stop - segment.start)[:, None]
+        return mx.arange(segment.base_tokens) > tokens - window
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,30 +294,139 @@ class _Decode:
         outputs = []
         for index, run in enumerate(self.runs):
             slots = slice(run.slot, run.slot + run.stop - run.start)
-            outputs.append(
-                _attend_each(
-                    queries[run.start : run.stop],
-                    run.block.keys[layer][slots, :, : run.columns],
-                    run.block.values[layer][slots, :, : run.columns],
-                    self._mask(index, how.window_of_decoded),
-                    how,
-                )
-            )
+            window = how.window_of_decoded
+            row_keys = run.block.keys[layer][slots, :, : run.columns]
+            row_values = run.block.values[layer][slots, :, : run.columns]
+            run_queries, mask = queries[run.start : run.stop], self._mask(index, window)
+            if run.block.base is None:
+                outputs.append(_attend_each(run_queries, row_keys, row_values, mask, how))
+                continue
+            base = run.block.base
+            base_mask = self._base_mask(index, window)
+            part = _Part(run_queries, row_keys, row_values, mask, base_mask)
+            outputs += _attend_behind((base.keys[layer], base.values[layer]), [part], how)
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
 
     def _mask(self, index: int, window: int | None) -> mx.array | None:
+        """Return which of their own columns the rows of a run see; None: all."""
         key = (index, window)
         if key not in self._masks:
             run = self.runs[index]
-            last = self.offsets[run.start : run.stop, None, None, None]
+            last = self.offsets[run.start : run.stop, None, None, None] - run.block.base_tokens
             columns = mx.arange(run.columns, dtype=mx.int32)
             mask = columns <= last
             if window is not None:
                 mask = mask & (columns > last - window)
-            shortest = min(self.positions[run.start : run.stop])
+            shortest = min(self.positions[run.start : run.stop]) - run.block.base_tokens
             is_full = shortest + 1 == run.columns and not (window and run.columns > window)
             self._masks[key] = None if is_full else mask
         return self._masks[key]
+
+    def _base_mask(self, index: int, window: int | None) -> mx.array | None:
+        """Return which columns of their base the rows of a run see; None: all."""
+        run = self.runs[index]
+        longest = max(self.positions[run.start : run.stop])
+        if window is None or longest < window:
+            return None
+        last = self.offsets[run.start : run.stop, None, None, None]
+        return mx.arange(run.block.base_tokens, dtype=mx.int32) > last - window
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Queries of (rows, heads, tokens, width), and what they see besides the base of their rows.
+
+    Attributes:
+        mask: which of the own columns each query sees, None for all; it broadcasts to (rows, key
+            heads, tokens, columns).
+        base_mask: likewise of the base.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    mask: mx.array | None
+    base_mask: mx.array | None
+
+
+def _attend_behind(
+    base: tuple[mx.array, mx.array], parts: Sequence[_Part], how: _Attention
+) -> list[mx.array]:
+    """Attend to keys and values that all rows begin with, (1, key heads, columns, width), and own.
+
+    The queries of all rows meet the base in one matrix product, and one softmax goes over both
+    parts, so the sums are those of plain attention. Source: Juravsky et al., Hydragen, 2024, with
+    the scores joined before the softmax rather than after.
+
+    Returns:
+        for each part (rows, heads, tokens, width of values).
+    """
+    base_keys, base_values = base
+    num_key_heads, num_columns = base_keys.shape[1:3]
+    folded = [_fold(part.queries * how.scale, num_key_heads) for part in parts]
+    shapes = [queries.shape for queries in folded]
+    together = [_by_head(queries) for queries in folded]
+    cuts = [sum(queries.shape[1] for queries in together[:i]) for i in range(1, len(together))]
+    queries = mx.concatenate(together, axis=1) if cuts else together[0]
+    scores = _split(queries @ base_keys[0].swapaxes(-1, -2), cuts)
+    to_base, own_outputs = [], []
+    for part, own_queries, base_scores, shape in zip(parts, folded, scores, shapes, strict=True):
+        rows, _, group, tokens, _ = shape
+        own_keys, own_values = part.keys[:, :, None], part.values[:, :, None]
+        seen = _masked(_by_row(base_scores, shape), part.base_mask)
+        if tokens == 1:  # the heads that share keys go in as so many queries of one head
+            flat = own_queries[:, :, :, 0]
+            own_scores = (flat @ part.keys.swapaxes(-1, -2))[:, :, :, None]
+        else:
+            own_scores = own_queries @ own_keys.swapaxes(-1, -2)
+        columns = [seen, _masked(own_scores, part.mask)]
+        if how.sinks is not None:
+            sinks = how.sinks.reshape(1, num_key_heads, group, 1, 1).astype(seen.dtype)
+            columns.append(mx.broadcast_to(sinks, (rows, num_key_heads, group, tokens, 1)))
+        weights = mx.softmax(mx.concatenate(columns, axis=-1), axis=-1, precise=True)
+        to_base.append(_by_head(weights[..., :num_columns]))
+        own_weights = weights[..., num_columns : num_columns + part.keys.shape[2]]
+        if tokens == 1:
+            own_outputs.append((own_weights[:, :, :, 0] @ part.values)[:, :, :, None])
+        else:
+            own_outputs.append(own_weights @ own_values)
+    joined = mx.concatenate(to_base, axis=1) if cuts else to_base[0]
+    outputs = _split(joined @ base_values[0], cuts)
+    return [
+        (_by_row(output, shape) + own).reshape(shape[0], -1, shape[3], own.shape[-1])
+        for output, own, shape in zip(outputs, own_outputs, shapes, strict=True)
+    ]
+
+
+def _split(array: mx.array, cuts: list[int]) -> list[mx.array]:
+    return list(mx.split(array, cuts, axis=1)) if cuts else [array]
+
+
+def _fold(queries: mx.array, num_key_heads: int) -> mx.array:
+    """Group the heads that share keys: (rows, key heads, heads of each, tokens, width)."""
+    rows, heads, tokens, width = queries.shape
+    return queries.reshape(rows, num_key_heads, heads // num_key_heads, tokens, width)
+
+
+def _by_head(array: mx.array) -> mx.array:
+    """Line up what belongs to a key head: (key heads, rows x heads of each x tokens, width)."""
+    _, num_key_heads, *_, width = array.shape
+    return array.transpose(1, 0, 2, 3, 4).reshape(num_key_heads, -1, width)
+
+
+def _by_row(array: mx.array, like: tuple[int, ...]) -> mx.array:
+    """Undo `_by_head`."""
+    rows, num_key_heads, group, tokens, _ = like
+    return array.reshape(num_key_heads, rows, group, tokens, -1).transpose(1, 0, 2, 3, 4)
+
+
+def _masked(scores: mx.array, mask: mx.array | None) -> mx.array:
+    """Leave out scores where a mask says so: (rows, key heads, heads of each, tokens, columns)."""
+    if mask is None:
+        return scores
+    if mask.ndim == 4:  # one for all heads of a key head
+        mask = mask[:, :, None]
+    return mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
 
 
 def _attend_each(
@@ -384,9 +540,21 @@ class PackedRunner:
         """Return a copy of what a row holds of its first tokens, evaluated."""
         return self.store.extract(row_id, length)
 
-    def load(self, row_id: str, state: RowKV, length: int) -> None:
-        """Let a row that was just added begin with ``length`` tokens of a state."""
-        self.store.load(row_id, state.head(length))
+    def shared_tokens(self, length: int) -> int:
+        """Return how many of so many first tokens rows can have in common, lying there once."""
+        return length if length >= _LEAST_SHARED else 0
+
+    def add_with(self, rows: Mapping[str, int], state: RowKV, length: int, shared: int) -> None:
+        """Make room for rows, each of so many tokens, that begin with ``length`` ones of a state.
+
+        Args:
+            shared: so many of them stay where they are, for all rows that begin with this state.
+        """
+        own = {row_id: num_tokens - shared for row_id, num_tokens in rows.items()}
+        self.store.add(own, state.head(shared) if shared else None)
+        if length > shared:
+            for row_id in rows:
+                self.store.load(row_id, state.columns(shared, length))
 
     def describe_layers(self) -> list[Any]:
         """Return what each layer keeps of a row, as values of JSON: alike where states fit."""
@@ -455,7 +623,7 @@ class PackedRunner:
                     longest = max(columns[start:i]) + 1
                     runs.append(_Run(block, slots[start], first + start, first + i, longest))
                     start = i
-            positions.extend(columns)
+            positions.extend(block.base_tokens + own for own in columns)
             tokens = slice(first, len(positions))
             writes.append((block, mx.array(slots), mx.array(columns), tokens))
         return _Decode(runs, writes, positions)

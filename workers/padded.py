@@ -85,9 +85,16 @@ class PaddedRunner:
         for row_id in rows:
             self._rows[row_id] = _Row(0, make_prompt_cache(self.model))
 
-    def load(self, row_id: str, state: PaddedState, length: int) -> None:
-        """Let a row that was just added begin with ``length`` tokens of a state."""
-        self._rows[row_id] = _Row(length, _copied(self._head(state, length).caches))
+    def shared_tokens(self, length: int) -> int:
+        """Return 0: mlx-lm's caches hold all of a row."""
+        return 0
+
+    def add_with(
+        self, rows: Mapping[str, int], state: PaddedState, length: int, shared: int
+    ) -> None:
+        """Make room for rows that begin with ``length`` tokens of a state, copied for each."""
+        for row_id in rows:
+            self._rows[row_id] = _Row(length, _copied(self._head(state, length).caches))
 
     @property
     def is_sliceable(self) -> bool:

@@ -27,14 +27,14 @@ class Prefix:
     """What a runner holds after some tokens.
 
     Attributes:
-        state: as the runner's `insert` takes it.
-        num_waiting: rows that will take it over; it is kept for them.
+        state: as the runner's `add_with` takes it.
+        num_users: rows that will begin with it or do; it is kept for them.
     """
 
     tokens: tuple[int, ...]
     state: Any
     num_bytes: int
-    num_waiting: int = 0
+    num_users: int = 0
 
 
 class PrefixStore:
@@ -49,6 +49,9 @@ class PrefixStore:
         self._budget = budget_bytes
         self._is_sliceable = is_sliceable
         self._prefixes: list[Prefix] = []  # the one longest unused first
+
+    def __contains__(self, prefix: Prefix) -> bool:
+        return prefix in self._prefixes
 
     @property
     def num_bytes(self) -> int:
@@ -70,8 +73,8 @@ class PrefixStore:
         return best, length
 
     def make_room(self, num_bytes: int) -> bool:
-        """Forget prefixes that nobody waits for until one of so many bytes fits; tell whether."""
-        unused = [prefix for prefix in self._prefixes if not prefix.num_waiting]
+        """Forget prefixes that no row uses until one of so many bytes fits; tell whether."""
+        unused = [prefix for prefix in self._prefixes if not prefix.num_users]
         free = self._budget - self.num_bytes
         if free + sum(prefix.num_bytes for prefix in unused) < num_bytes:
             return False

@@ -44,11 +44,19 @@ class Runner(Protocol):
     def is_sliceable(self) -> bool:
         """Whether what a row holds of its first tokens can be had alone."""
 
-    def load(self, row_id: str, state: Any, length: int) -> None:
-        """Let a row that was just added begin with ``length`` tokens of a state."""
+    def shared_tokens(self, length: int) -> int:
+        """Return how many of so many first tokens rows can have in common, lying there once."""
+
+    def add_with(self, rows: Mapping[str, int], state: Any, length: int, shared: int) -> None:
+        """Make room for rows, each of so many tokens, that begin with ``length`` ones of a state.
+
+        Args:
+            shared: so many of them stay where they are, for all rows that begin with this state,
+                which the caller keeps and never changes; the others are copied.
+        """
 
     def extract(self, row_id: str, length: int | None = None) -> Any:
-        """Return a copy of what a row holds of its first tokens, evaluated, for `load`.
+        """Return a copy of what a row holds of its first tokens, evaluated, for `add_with`.
 
         Raises:
             NotExtractable: mlx-lm cannot copy what this model keeps.

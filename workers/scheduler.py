@@ -194,14 +194,17 @@ class Scheduler:
         if sequence is not None:
             insort(self._eligible, sequence, key=_ORDER)
 
-    def set_cached(self, sequence_id: str, cached_tokens: int) -> None:
+    def set_cached(self, sequence_id: str, cached_tokens: int, *, shared_tokens: int = 0) -> None:
         """Say how many of a waiting sequence's first tokens need no prefill.
+
+        Args:
+            shared_tokens: so many of them lie outside the budget, where other rows use them too.
 
         Raises:
             KeyError: the id is unknown.
-            ValueError: the sequence does not wait, or the number is out of its range.
+            ValueError: the sequence does not wait, or a number is out of its range.
         """
-        self._waiting(sequence_id).cache(cached_tokens)
+        self._waiting(sequence_id).cache(cached_tokens, shared_tokens)
 
     def cut(self, sequence_id: str, num_tokens: int) -> None:
         """Let a chunk of a sequence's prefill end after so many tokens, where one would go on.
@@ -334,7 +337,7 @@ class Scheduler:
     @property
     def kv_bytes_used(self) -> int:
         """Padded bytes of the rows at their present length."""
-        return sum(self._kv_bytes(row.kv_tokens) for row in self._rows())
+        return sum(self._bytes_of(row, row.kv_tokens) for row in self._rows())
 
     @property
     def kv_bytes_reserved(self) -> int:
@@ -402,11 +405,15 @@ class Scheduler:
             self.remove(sequence.id)
 
     def _overflows(self, sequence: _Sequence) -> bool:
-        return self._kv_bytes(sequence.needed_tokens) > self._policy.kv_budget_bytes
+        return self._bytes_of(sequence, sequence.needed_tokens) > self._policy.kv_budget_bytes
+
+    def _bytes_of(self, sequence: _Sequence, num_tokens: int) -> int:
+        """Return what a sequence of so many tokens takes of the budget."""
+        return self._kv_bytes(max(num_tokens - sequence.shared_tokens, 0))
 
     def _make_room(self) -> list[_Sequence]:
         """Pre-empt rows until all that stay can grow. A row alone can: it does not overflow."""
-        needed = sum(self._kv_bytes(row.needed_tokens) for row in self._rows())
+        needed = sum(self._bytes_of(row, row.needed_tokens) for row in self._rows())
         if needed <= self._policy.kv_budget_bytes:
             return []
         candidates = [row for row in self._rows() if not row.is_exhausted]
@@ -415,7 +422,7 @@ class Scheduler:
         for row in candidates:
             if needed <= self._policy.kv_budget_bytes:
                 break
-            needed -= self._kv_bytes(row.needed_tokens)
+            needed -= self._bytes_of(row, row.needed_tokens)
             self.preempt(row.id)
             preempted.append(row)
         return preempted
@@ -429,7 +436,7 @@ class Scheduler:
         tokens = row.reserved_tokens
         if row.kv_tokens >= tokens:
             tokens = min(row.kv_tokens + self._policy.headroom_tokens, row.max_kv_tokens)
-        return self._kv_bytes(tokens)
+        return self._bytes_of(row, tokens)
 
     def _admit(self, *, others_decode: bool) -> tuple[list[_Sequence], list[_Sequence]]:
         """Admit who fits; return them, and those that never will and are forgotten."""
@@ -467,7 +474,7 @@ class Scheduler:
             if self._overflows(sequence):
                 too_long.append(sequence)
                 continue
-            wanted = self._kv_bytes(sequence.num_tokens + self._guess(sequence))
+            wanted = self._bytes_of(sequence, sequence.num_tokens + self._guess(sequence))
             is_alone = not joining and self.num_rows == 0
             if wanted <= free_bytes or is_alone:
                 joining.append(sequence)
@@ -521,6 +528,7 @@ class _Sequence:
     Attributes:
         arrival: how many were added before it.
         cached_tokens: what its row begins with.
+        shared_tokens: of them, those that lie outside the budget.
         kv_tokens: what its row holds; 0 while it waits.
         overtakes: admissions past it while it was the first to wait.
         admission: how many admissions were before its last one.
@@ -534,6 +542,7 @@ class _Sequence:
     num_tokens: int
     token_limit: int
     cached_tokens: int = 0
+    shared_tokens: int = 0
     state: State = State.WAITING
     was_preempted: bool = False
     kv_tokens: int = 0
@@ -578,11 +587,14 @@ class _Sequence:
             return self.cached_tokens <= self.kv_tokens < self.num_tokens - 1
         return self.num_tokens - 1 <= self.kv_tokens <= self.max_kv_tokens
 
-    def cache(self, cached_tokens: int) -> None:
+    def cache(self, cached_tokens: int, shared_tokens: int = 0) -> None:
         """Set what its row begins with."""
+        if not 0 <= shared_tokens <= cached_tokens:
+            raise ValueError(f"{self.id} cannot share {shared_tokens} of {cached_tokens} tokens")
         if not 0 <= cached_tokens < self.num_tokens:
             raise ValueError(f"{self.id} cannot have {cached_tokens} of {self.num_tokens} cached")
         self.cached_tokens = cached_tokens
+        self.shared_tokens = shared_tokens
 
     def cut(self, num_tokens: int) -> None:
         """Let a chunk end after so many tokens."""
@@ -601,7 +613,7 @@ class _Sequence:
         self.token_limit -= num_generated
         self.state = State.WAITING
         self.was_preempted = True
-        self.cached_tokens = self.kv_tokens = self.overtakes = 0
+        self.cached_tokens = self.shared_tokens = self.kv_tokens = self.overtakes = 0
 
 
 _ORDER: Final = attrgetter("order")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from workers.checkpoint_tier import CheckpointTier, Restore
 from workers.prefixes import Prefix, PrefixStore, SeenPrompts, common_length
@@ -24,6 +24,19 @@ _NOT_WORTH_WAITING: Final = 32
 _MOST_CUTS: Final = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a row begins with: so many tokens of a prefix.
+
+    Attributes:
+        shared: of them stay with the prefix, which is kept as long as the row is there.
+    """
+
+    prefix: Prefix
+    length: int
+    shared: int
+
+
 @dataclass(slots=True, eq=False)
 class _Row:
     """What is known of one row.
@@ -32,7 +45,7 @@ class _Row:
         number: counts rows in the order in which they came.
         is_sibling: the prompt is another choice's of the same request.
         keep: after so many tokens its keys and values are worth keeping.
-        prefix: what others have computed of it, until it is taken over, and how much is used.
+        start: what others have computed of it.
         waits_for: the row that is computing a prefix for this one.
         restore: what is being read from disk for it.
         is_gone: the runner holds it no more.
@@ -43,8 +56,7 @@ class _Row:
     number: int
     is_sibling: bool
     keep: set[int]
-    prefix: Prefix | None = None
-    prefix_tokens: int = 0
+    start: Start | None = None
     waits_for: str | None = None
     restore: Restore | None = None
     is_gone: bool = False
@@ -127,19 +139,20 @@ class SharedPrefixes:
         row = self._rows[row_id] = _Row(row_id, old.tokens, self._num_rows_ever, True, old.keep)
         self._seek(row)
 
-    def take(self, row_id: str) -> tuple[Any, int] | None:
-        """Return the state that an admitted row begins with and how many tokens of it."""
+    def take(self, row_id: str) -> Start | None:
+        """Return what an admitted row begins with; it is held on to as far as it is shared."""
         row = self._rows[row_id]
-        if row.prefix is None:
+        start = row.start
+        if start is None:
             self.figures.misses += 1
             return None
-        state, length = row.prefix.state, row.prefix_tokens
-        self.in_memory.touch(row.prefix)
-        self._let_go(row)
+        self.in_memory.touch(start.prefix)
+        if not start.shared:
+            self._let_go(row)
         self.figures.hits += 1
-        self.figures.tokens_saved += length
-        row.keep = {kept for kept in row.keep if kept > length}
-        return state, length
+        self.figures.tokens_saved += start.length
+        row.keep = {kept for kept in row.keep if kept > start.length}
+        return start
 
     def computed(self, chunk: Chunk) -> None:
         """Hand on what a row holds after a chunk of its prompt, to those that wait for it."""
@@ -174,7 +187,9 @@ class SharedPrefixes:
 
     def lose(self, row_id: str) -> None:
         """Note that the runner will hold a row no more, though it is not at its end."""
-        self._rows[row_id].is_gone = True
+        row = self._rows[row_id]
+        row.is_gone = True
+        self._let_go(row)
 
     def remove(self, row_id: str) -> None:
         """See that nobody waits for, or as, a row that leaves."""
@@ -289,14 +304,16 @@ class SharedPrefixes:
         self._use(row, prefix, length)
 
     def _use(self, row: _Row, prefix: Prefix, length: int) -> None:
-        prefix.num_waiting += 1
-        row.prefix, row.prefix_tokens = prefix, length
-        self.scheduler.set_cached(row.row_id, length)
+        # What is not in the store is there for the row alone, and soon for nobody.
+        shared = self.runner.shared_tokens(length) if prefix in self.in_memory else 0
+        prefix.num_users += 1
+        row.start = Start(prefix, length, shared)
+        self.scheduler.set_cached(row.row_id, length, shared_tokens=shared)
 
     def _let_go(self, row: _Row) -> None:
-        if row.prefix is not None:
-            row.prefix.num_waiting -= 1
-            row.prefix, row.prefix_tokens = None, 0
+        if row.start is not None:
+            row.start.prefix.num_users -= 1
+            row.start = None
 
     # What rows leave behind -----------------------------------------------------------------
 

@@ -17,7 +17,7 @@ PLANE_BYTES: Final = 1 << 19
 # What a reader accepts.
 MAX_PLANE_BYTES: Final = 1 << 20
 
-_SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 16, 4096
+_SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 16, 1024
 # Of eight bits a byte. A plane that is closer to noise is not worth the time.
 _WORTHWHILE_ENTROPY = 7.5
 # A block of up to 128 KiB takes four bytes at least.
@@ -126,6 +126,11 @@ def decode(frames: Sequence[Frame], out: NDArray[Any]) -> None:
     _merge([np.frombuffer(decompress(frame, len(out)), np.uint8) for frame in frames], out)
 
 
+def scratch(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory that holds anything, and is the calling thread's until its next call."""
+    return _tools.scratch("bytes", num_bytes, np.uint8)
+
+
 def _split(numbers: NDArray[Any], planes: Sequence[NDArray[np.uint8]]) -> None:
     """Split by halves: shifts run several times faster than copies of every n-th byte."""
     if len(planes) == 1:
@@ -156,7 +161,7 @@ def _merge(planes: Sequence[NDArray[np.uint8]], out: NDArray[Any]) -> None:
 
 
 def _sample(plane: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return 64 KiB of a plane in runs from all over it, or all of a short one."""
+    """Return 16 KiB of a plane in runs from all over it, or all of a short one."""
     if len(plane) <= _SAMPLE_RUNS * _SAMPLE_RUN_BYTES:
         return plane
     run = len(plane) // _SAMPLE_RUNS

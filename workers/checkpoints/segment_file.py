@@ -31,6 +31,7 @@ from workers.checkpoints.planes import (
     decode,
     decompress,
     encode,
+    scratch,
 )
 from workers.checkpoints.records import Layer, Segment, Tensor, prefix_digests
 from workers.checkpoints.segment_header import (
@@ -56,6 +57,8 @@ _MAX_HEADER_BYTES = 1 << 22
 _FIRST_READ_BYTES = 1 << 14
 _MAX_NBYTES = 1 << 33
 _TOKEN_BYTES = 4
+# Of rows in memory; at least as wide as a number.
+_ALIGNMENT = 64
 _U32_PAIR = struct.Struct("<II")
 
 _NO_ORIGIN: Mapping[str, Any] = MappingProxyType({})
@@ -329,6 +332,11 @@ class _File:
             raise BadSegment(self.path, "it ends too early")
         return data
 
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer with bytes from anywhere; safe between threads."""
+        if os.preadv(self.descriptor, [buffer], offset) != len(buffer):
+            raise BadSegment(self.path, "it ends too early")
+
 
 @contextmanager
 def _opened(source: Path | BinaryIO) -> Iterator[_File]:
@@ -384,47 +392,51 @@ def _read_tensors(
     """Return the arrays of each layer; ValueError where the payload is not theirs."""
     tensors: list[list[Tensor]] = [[] for _ in header.layers]
     order = iter(tensor_order(header.layers))
-    pieces: list[_Piece] = []
-    offset = header.payload_start + header.tokens_frame.num_bytes
-    for group in header.groups:
-        members = list(islice(order, group.num_tensors))
-        layouts = [header.layers[at].tensors[i] for i, at in members]
-        row = _empty_row(group, layouts)
-        numbers = row.view(f"u{row.itemsize}")
-        for start, frames in zip(
-            range(0, len(row), group.piece), _batched(group.frames, group.num_planes), strict=True
-        ):
-            pieces.append(_Piece(offset, frames, numbers[start : start + group.piece]))
-            offset += sum(frame.num_bytes for frame in frames)
-        start = 0
-        for (_, at), layout in zip(members, layouts, strict=True):
-            data = row[start : start + layout.size].reshape(layout.shape)
-            tensors[at].append(Tensor(layout.dtype, data))
-            start += layout.size
+    rows = [(group, list(islice(order, group.num_tensors))) for group in header.groups]
     if next(order, None) is not None:
         raise ValueError("some of its arrays are in no group")
+    # One allocation: the system gives large ones in large pages.
+    memory = np.empty(header.nbytes + _ALIGNMENT * len(rows), np.uint8)
+    pieces: list[_Piece] = []
+    offset = header.payload_start + header.tokens_frame.num_bytes
+    for group, members in rows:
+        layouts = [header.layers[at].tensors[i] for i, at in members]
+        dtype = _check_group(group, layouts)
+        num_bytes = dtype.itemsize * sum(layout.size for layout in layouts)
+        row = memory[:num_bytes].view(dtype)
+        memory = memory[num_bytes + -num_bytes % _ALIGNMENT :]
+        numbers = row.view(f"u{row.itemsize}")
+        for start in range(0, len(row), group.piece):
+            at = start // group.piece * group.num_planes
+            frames = group.frames[at : at + group.num_planes]
+            pieces.append(_Piece(offset, frames, numbers[start : start + group.piece]))
+            offset += sum(frame.num_bytes for frame in frames)
+        for (_, at), layout in zip(members, layouts, strict=True):
+            tensors[at].append(Tensor(layout.dtype, row[: layout.size].reshape(layout.shape)))
+            row = row[layout.size :]
     _run(lambda piece: _decode_piece(file, piece), pieces, executor)
     return [tuple(arrays) for arrays in tensors]
 
 
-def _empty_row(group: Group, layouts: Sequence[TensorLayout]) -> NDArray[Any]:
-    """Return room for a group's numbers; ValueError where its frames cannot hold them."""
+def _check_group(group: Group, layouts: Sequence[TensorLayout]) -> np.dtype[Any]:
+    """Return the type of a group's numbers; ValueError where its frames cannot hold them."""
     dtypes = {layout.dtype for layout in layouts}
     if len(layouts) != group.num_tensors or len(dtypes) != 1:
         raise ValueError("a group has too few arrays, or of several types")
     dtype = DTYPES[dtypes.pop()]
-    length = sum(layout.size for layout in layouts)
     if group.num_planes not in (1, dtype.itemsize):
         raise ValueError(f"numbers of {dtype.itemsize} bytes are not in {group.num_planes} planes")
     if group.piece * dtype.itemsize // group.num_planes > MAX_PLANE_BYTES:
         raise ValueError("a plane is too long")
+    length = sum(layout.size for layout in layouts)
     if len(group.frames) != -(-length // group.piece) * group.num_planes:
         raise ValueError("a group has too few frames, or too many")
-    return np.empty(length, dtype)
+    return dtype
 
 
 def _decode_piece(file: _File, piece: _Piece) -> None:
-    data = memoryview(file.read(piece.offset, sum(frame.num_bytes for frame in piece.frames)))
+    data = scratch(sum(frame.num_bytes for frame in piece.frames)).data
+    file.read_into(data, piece.offset)
     frames = []
     for frame in piece.frames:
         frames.append(Frame(data[: frame.num_bytes], frame.crc))
@@ -434,10 +446,6 @@ def _decode_piece(file: _File, piece: _Piece) -> None:
 
 def _stored(frame: Frame) -> StoredFrame:
     return StoredFrame(len(frame.data), frame.crc)
-
-
-def _batched(frames: Sequence[StoredFrame], size: int) -> Iterator[Sequence[StoredFrame]]:
-    return (frames[at : at + size] for at in range(0, len(frames), size))
 
 
 def _run(

@@ -62,6 +62,7 @@ class SegmentFolder:
         self._worth = worth
         self._on_bad = on_bad
         self._changed_ns: int | None = None  # the folder's time when its names were last read
+        self._has_lost = False  # some follow what is gone
 
     def refresh(self) -> None:
         """Learn which files came and went.
@@ -83,6 +84,11 @@ class SegmentFolder:
         self._changed_ns = changed_ns if is_old else None
         for entry in [entry for entry in self.index if _name(entry.digest) not in names]:
             self.forget(entry)
+        if self._has_lost:
+            # One that follows what is gone makes way for one of the same end and name.
+            reachable = self.index.reachable()
+            for entry in [entry for entry in self.index if entry.digest not in reachable]:
+                self.forget(entry)
         found: dict[Entry, float] = {}
         for name in names:
             if bytes.fromhex(name.removesuffix(SUFFIX)) not in self.index:
@@ -94,6 +100,7 @@ class SegmentFolder:
             if not is_first:
                 self._worth.add(entry, used_at)
             self.index.add(entry)
+        self._has_lost = not all(map(self.index.has_point, (one.parent for one in self.index)))
 
     def note_uses_of_others(self) -> None:
         """Count uses that other processes noted in the files' times."""
@@ -114,6 +121,7 @@ class SegmentFolder:
 
     def forget(self, entry: Entry) -> None:
         """Drop a segment that is gone, or of no use; its file stays where it is."""
+        self._has_lost |= not self.index.is_leaf(entry)
         self.index.remove(entry.digest)
         self._worth.forget(entry)
 

@@ -67,14 +67,14 @@ def keep(store: CheckpointStore, tokens: Sequence[int], **options: Any) -> int:
     return len(written)
 
 
-def assert_is_of(restored: Restored, tokens: Sequence[int]) -> None:
+def assert_is_of(restored: Restored, tokens: Sequence[int], *, width: int = _WIDTH) -> None:
     """What was restored is bit for bit what was computed of these tokens."""
     assert restored.length == len(tokens)
     assert [token for one in restored.segments for token in one.tokens] == list(tokens)
     if not tokens:
         return
     states = [layer for layer in restored.segments[-1].layers if layer.kind is Kind.STATE]
-    expected = layers(tokens, 0, with_state=bool(states))
+    expected = layers(tokens, 0, with_state=bool(states), width=width)
     for number, layer in enumerate(expected):
         parts = [one.layers[number] for one in restored.segments]
         assert {part.cls for part in parts} == {layer.cls}

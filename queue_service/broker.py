@@ -34,7 +34,8 @@ class Claimed:
 
     Attributes:
         queue: the queue it came from.
-        fields: the job's hash as the claim found it, with this claim counted.
+        fields: what a worker needs of the job's hash, as the claim found it but with this claim
+            counted.
         started_at: seconds since the epoch, this machine's clock.
     """
 
@@ -195,7 +196,8 @@ class Broker:
         ]
         # One random number a call, counted up: drawing one a job costs a system call each.
         unique = uuid.uuid4().hex[:26]
-        args += [f"{unique}{i:06x}" for i in range(count)]
+        execution_ids = [f"{unique}{i:06x}" for i in range(count)]
+        args += execution_ids
         rows, looked = self._scripts.call(
             "claim",
             [
@@ -214,12 +216,13 @@ class Broker:
         claimed = [
             Claimed(
                 job_id=job_id.decode(),
-                execution_id=execution_id.decode(),
+                execution_id=execution_id,
                 queue=self._queues[index],
                 fields={flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)},
                 started_at=moment.timestamp(),
             )
-            for job_id, execution_id, index, flat in rows
+            # Fewer jobs than ids when the queues hold no more.
+            for execution_id, (job_id, index, flat) in zip(execution_ids, rows, strict=False)
         ]
         return claimed, looked
 

@@ -11,8 +11,11 @@
 -- of a newer format stay where they are.
 -- A job that still names an earlier execution was lost with its worker: that death is charged
 -- to it unless it had come further than ever before. Only a death alone counts beyond a suspect.
--- Returns {{id, execution, queue index from 0, flat hash}…}, number of ids taken from a queue.
--- The hash is as it was before the claim, but for how often it was claimed and its deaths.
+-- The time to live of rq:execution:<id>:<ex> and rq:executions:<id> comes with the first beat: most
+-- jobs have ended by then, and whatever ends an execution deletes both.
+-- Returns {{id, queue index from 0, flat hash}…}, in the order of the execution ids, and the number
+-- of ids taken from a queue. The hash is as it was before the claim, but for how often it was
+-- claimed and its deaths, and without the fields that only tools read.
 local wkey, wex, suspended, queues = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, iso, lease, n = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local crash_retries, version = tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -24,6 +27,15 @@ local now = redis_now()
 -- As text, since a number is printed anew for each command that it is given to.
 local now_text, index_end = string.format('%.6f', now), string.format('%.6f', now + lease + 60)
 local lease_end = tostring(math.floor(now) + lease)
+
+-- What of a job's hash is not sent to the worker, which has no use for it.
+local UNSENT = {}
+for _, field in ipairs({'status', 'created_at', 'enqueued_at', 'started_at', 'ended_at',
+  'last_heartbeat', 'worker_name', 'origin', 'description', 'meta', 'group_id', 'retries_left',
+  'enqueue_at_front_on_retry', 'qsvc_v', 'qsvc_line', 'qsvc_execution', 'qsvc_write', 'qsvc_done',
+  'qsvc_reached', 'qsvc_settled', 'qsvc_auto_retry', 'qsvc_attempt', 'qsvc_deaths'}) do
+  UNSENT[field] = true
+end
 
 local function tokens_of(progress)
   local tokens = 0
@@ -45,7 +57,7 @@ end
 -- What the worker holds, and the leases in one queue, each added by one command at the end.
 local held, leases = {}, {}
 
-local function start(id, jk, flat, f, wip, queue_index)
+local function start(id, jk, sent, f, wip, queue_index)
   local ex, attempt = ARGV[7 + #out], number(f.qsvc_attempt, 0) + 1
   local composite = id .. ':' .. ex
   local ek, executions = RQ .. ':execution:' .. composite, RQ .. ':executions:' .. id
@@ -54,17 +66,17 @@ local function start(id, jk, flat, f, wip, queue_index)
   leases[#leases + 1] = composite
   -- One that stock tools put back, or that was cancelled and retried, may still be at work
   -- somewhere: two must never hold one job.
-  local holder = RQ .. ':worker:' .. (f.worker_name or '') .. ':executions'
-  for _, earlier in ipairs(redis.call('ZRANGE', executions, 0, -1)) do
-    end_execution(wip, holder, id, earlier)
+  if attempt > 1 or is_set(f.worker_name) or is_set(f.started_at) then
+    local holder = RQ .. ':worker:' .. (f.worker_name or '') .. ':executions'
+    for _, earlier in ipairs(redis.call('ZRANGE', executions, 0, -1)) do
+      end_execution(wip, holder, id, earlier)
+    end
   end
   -- Only stock tools queue a line that its batch counts as ended.
   if f.qsvc_batch and f.ended_at then reopen_line(batch_key(f.qsvc_batch), f.qsvc_line or '') end
   redis.call('HSET', ek, 'id', ex, 'job_id', id, 'created_at', now_text, 'last_heartbeat',
     now_text, 'worker_name', worker)
-  redis.call('EXPIRE', ek, lease)
   redis.call('ZADD', executions, index_end, ex)
-  redis.call('EXPIRE', executions, lease + 60)
   held[#held + 1] = composite
   local set = {'status', 'started', 'started_at', iso, 'last_heartbeat', iso, 'worker_name',
     worker, 'qsvc_execution', ex, 'qsvc_attempt', tostring(attempt)}
@@ -93,9 +105,9 @@ local function start(id, jk, flat, f, wip, queue_index)
   redis.call('HSET', jk, unpack(set))
   if is_set(f.ttl) or attempt > 1 then redis.call('PERSIST', jk) end
   for _, item in ipairs({'qsvc_attempt', tostring(attempt), 'qsvc_deaths', deaths}) do
-    flat[#flat + 1] = item
+    sent[#sent + 1] = item
   end
-  out[#out + 1] = {id, ex, queue_index, flat}
+  out[#out + 1] = {id, queue_index, sent}
 end
 
 -- Whether a job had ended before it was put into the queue; its status is set right then. A stock
@@ -112,29 +124,53 @@ local function had_ended(id, jk, f, queue)
   return false
 end
 
+-- Return the next id of a list. They are taken out as many at a time as the list gets turns for
+-- certain, and are in `taken`, by their list, until it is their turn.
+local function next_id(list, num_lists, taken)
+  local ids = taken[list]
+  if not ids or ids.at > #ids then
+    ids = redis.call('LPOP', list, math.max(1, math.floor((n - #out) / num_lists))) or {}
+    ids.at = 1
+    taken[list] = ids
+  end
+  ids.at = ids.at + 1
+  return ids[ids.at - 1]
+end
+
+-- Put ids that were taken out, and whose turn did not come, back to the front of their lists.
+local function put_back(taken)
+  for list, ids in pairs(taken) do
+    for i = #ids, ids.at, -1 do redis.call('LPUSH', list, ids[i]) end
+  end
+end
+
 -- Claim from the lanes of one queue in turn, beginning with the first of `order`; '-' is the queue
 -- itself. Takes empty lanes out of `order`. Returns whose turn is next and the jobs of a newer format.
-local function serve(main, wip, lanes, order, queue_index)
+local function serve(main, wip, lanes, order, queue_index, taken)
   local queue = string.sub(main, #(RQ .. ':queue:') + 1)
   local newer, at, is_main_empty = {}, 1, false
   while #order > (is_main_empty and 1 or 0) and #out < n and looked < 2000 and #newer < 500 do
     local lane = order[at]
     local list = lane == '-' and main or main .. ':' .. lane
-    local id = not (lane == '-' and is_main_empty) and redis.call('LPOP', list)
+    local id = not (lane == '-' and is_main_empty) and next_id(list, #order, taken)
     if id then
       local jk = job_key(id)
       local flat = redis.pcall('HGETALL', jk)  -- an error is an empty list: no job
-      local f = {}
-      for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
+      local f, sent = {}, {}
+      for i = 1, #flat, 2 do
+        local field, value = flat[i], flat[i + 1]
+        f[field] = value
+        if not UNSENT[field] then sent[#sent + 1], sent[#sent + 2] = field, value end
+      end
       local is_queued = f.status == 'queued' and not had_ended(id, jk, f, queue)
       if is_queued and number(f.qsvc_v, 1) > version then
         newer[#newer + 1] = {list = list, lane = lane, id = id}
       else
         looked = looked + 1
-        if is_queued and not pcall(start, id, jk, flat, f, wip, queue_index) then
+        if is_queued and not pcall(start, id, jk, sent, f, wip, queue_index) then
           -- Somebody put another type where the job's executions are listed.
           redis.call('DEL', RQ .. ':executions:' .. id)
-          start(id, jk, flat, f, wip, queue_index)
+          start(id, jk, sent, f, wip, queue_index)
         end
       end
     elseif lane ~= '-' then
@@ -155,7 +191,9 @@ for q = 5, #KEYS, 3 do
   local order = redis.call('LRANGE', lanes, 0, -1)
   local num_lanes = #order
   if num_lanes == 0 then order[1] = '-' end
-  local is_well, at, newer = pcall(serve, main, wip, lanes, order, (q - 5) / 3)
+  local taken = {}
+  local is_well, at, newer = pcall(serve, main, wip, lanes, order, (q - 5) / 3, taken)
+  put_back(taken)
   call_many('ZADD', wip, leases)
   if not is_well then error(at) end
   leases = {}

@@ -14,20 +14,20 @@ local b = redis.call('HMGET', batch, 'status', 'cursor', 'submitted')
 if b[1] ~= 'in_progress' or b[3] == '1' then return {b[1] or 'deleted', 0} end
 local cursor = tonumber(b[2] or 0)
 if cursor < tonumber(ARGV[9]) then return {'gap', 0} end
-local total, failed, queued = 0, 0, 0
+local total, failed = 0, 0
+local listed, queued = {}, {}
 for i = 10, #ARGV, 5 do
   local line, custom_id, meta, data, err = unpack(ARGV, i, i + 4)
   if tonumber(line) > cursor then
     total = total + 1
-    redis.call('RPUSH', lines, line .. ' ' .. custom_id)
+    listed[total] = line .. ' ' .. custom_id
     if err == '' then
       local id = ARGV[1] .. '-' .. line
       redis.call('HSET', job_key(id), 'status', 'queued', 'created_at', ARGV[3],
         'enqueued_at', ARGV[3], 'origin', ARGV[2], 'description', ARGV[4], 'data', data,
         'meta', meta, 'timeout', '-1', 'qsvc_v', ARGV[5], 'qsvc_batch', ARGV[1],
         'qsvc_line', line, 'qsvc_stream', ARGV[6])
-      redis.call('RPUSH', lane, id)
-      queued = queued + 1
+      queued[#queued + 1] = id
     else
       failed = failed + 1
       redis.call('HSET', errors, line, err)
@@ -35,7 +35,9 @@ for i = 10, #ARGV, 5 do
     end
   end
 end
-if queued > 0 then open_lane(queues, main, lanes, ARGV[1]) end
+call_many('RPUSH', lines, listed)
+call_many('RPUSH', lane, queued)
+if #queued > 0 then open_lane(queues, main, lanes, ARGV[1]) end
 redis.call('HINCRBY', batch, 'total', total)
 if failed > 0 then redis.call('HINCRBY', batch, 'failed', failed) end
 if tonumber(ARGV[7]) > cursor then redis.call('HSET', batch, 'cursor', ARGV[7]) end

@@ -76,15 +76,21 @@ local ended, ended_keys, into_finished, into_failed = {}, {}, {}, {}
 local function finish_one(payload, outcome_of, composite, is_held, has_followers)
   local id, ex, status, keep, start, finish, err, prompt, completion, cached, stream_end,
     stream_keep, ends_stream, may_retry, transient_seconds = unpack(outcome_of)
-  local jk = job_key(id)
-  redis.pcall('ZREM', RQ .. ':executions:' .. id, ex)
-  if not is_held then return was_accepted(id, ex) and 'ok' or 'lost' end
-  local now_status, holder, batch, line, auto_retry, repeats_left, callback, limit = unpack(
-    redis.call('HMGET', jk, 'status', 'qsvc_execution', 'qsvc_batch', 'qsvc_line',
-      'qsvc_auto_retry', 'repeats_left', CALLBACKS[status], 'rate_limit_key'))
-  if not now_status then return 'deleted' end
-  if now_status ~= 'started' then return now_status end
-  if holder ~= ex then return 'lost' end
+  local jk, executions = job_key(id), RQ .. ':executions:' .. id
+  local now_status, holder, batch, line, auto_retry, repeats_left, callback, limit, ended_before
+  if is_held then
+    now_status, holder, batch, line, auto_retry, repeats_left, callback, limit, ended_before =
+      unpack(redis.call('HMGET', jk, 'status', 'qsvc_execution', 'qsvc_batch', 'qsvc_line',
+        'qsvc_auto_retry', 'repeats_left', CALLBACKS[status], 'rate_limit_key', 'ended_at'))
+  end
+  if now_status ~= 'started' or holder ~= ex then
+    redis.pcall('ZREM', executions, ex)
+    if not is_held then return was_accepted(id, ex) and 'ok' or 'lost' end
+    if not now_status then return 'deleted' end
+    return now_status == 'started' and 'lost' or now_status
+  end
+  -- The claim has ended every other one.
+  ended_keys[#ended_keys + 1] = executions
 
   counts[status == 'finished' and 'finished' or 'failed'] =
     counts[status == 'finished' and 'finished' or 'failed'] + 1
@@ -131,7 +137,7 @@ local function finish_one(payload, outcome_of, composite, is_held, has_followers
   local repeats = status == 'finished' and number(repeats_left, 0) or 0
   local results = RQ .. ':results:' .. id
   if keep == 0 and not needs_care and repeats == 0 then
-    redis.call('DEL', jk, results, RQ .. ':executions:' .. id)
+    redis.call('DEL', jk, results)
     return 'ok'
   end
   local set = {'status', status, 'ended_at', iso, 'last_heartbeat', iso, 'qsvc_settled', outcome}
@@ -178,7 +184,7 @@ local function finish_one(payload, outcome_of, composite, is_held, has_followers
     redis.call('EXPIRE', results, CARE_SECONDS)
   elseif keep > 0 and not is_set(batch) then
     redis.call('EXPIRE', results, keep)
-  else
+  elseif ended_before then
     redis.call('PERSIST', results)
   end
   if needs_care then

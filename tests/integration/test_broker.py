@@ -105,6 +105,20 @@ def test_a_claimed_job_looks_started_to_stock_rq(redis: Redis, broker: Broker) -
     assert execution.id == claimed.execution_id
 
 
+def test_an_executions_keys_get_a_time_to_live_with_the_first_beat_and_end_with_it(
+    redis: Redis, broker: Broker
+) -> None:
+    job = enqueue_chat(redis, "hello", NORMAL)
+    [claimed] = claim(broker)
+    composite = f"{job.id}:{claimed.execution_id}"
+    both = (f"rq:execution:{composite}", f"rq:executions:{job.id}")
+    assert [redis.ttl(key) for key in both] == [-1, -1]
+    beat(broker, [claimed])
+    assert all(redis.ttl(key) > 0 for key in both)
+    assert broker.finish([(claimed, ANSWER)]) == ["ok"]
+    assert redis.exists(*both) == 0
+
+
 def test_a_plain_jobs_prompt_leaves_its_description(redis: Redis, broker: Broker) -> None:
     job = enqueue_chat(redis, "my secret", NORMAL)
     assert b"my secret" in (field(redis, job, "description") or b"")

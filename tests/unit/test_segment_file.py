@@ -227,6 +227,15 @@ def test_every_truncation_is_found(tmp_path: Path, small: Segment) -> None:
                 read_header(file)
 
 
+def test_damage_is_found_by_threads_too(tmp_path: Path, large: Segment) -> None:
+    path = write(tmp_path, large)
+    with ThreadPoolExecutor(3) as executor, path.open("rb+", buffering=0) as file:
+        for at in range(2000, path.stat().st_size - 8, 20_000):
+            with changed(file, at, b"damage"), pytest.raises(BadSegment):
+                read_segment(file, NAMESPACE, executor=executor)
+        assert_same(read_segment(file, NAMESPACE, executor=executor), large)
+
+
 def test_zeros_instead_of_a_part_are_found(tmp_path: Path, large: Segment) -> None:
     path = write(tmp_path, large)
     size = path.stat().st_size

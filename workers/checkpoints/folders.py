@@ -74,7 +74,7 @@ class SegmentFolder:
             changed_ns = self.path.stat().st_mtime_ns
             if changed_ns == self._changed_ns:
                 return
-            names = {name for name in os.listdir(self.path) if re.fullmatch(SEGMENT_NAME, name)}
+            names = set(os.listdir(self.path))
         except FileNotFoundError:
             self._changed_ns = None
             for entry in list(self.index):
@@ -82,25 +82,25 @@ class SegmentFolder:
             raise
         is_old = abs(time.time_ns() - changed_ns) > TIME_GRAIN_NS
         self._changed_ns = changed_ns if is_old else None
-        for entry in [entry for entry in self.index if _name(entry.digest) not in names]:
-            self.forget(entry)
+        known = {_name(entry.digest): entry for entry in self.index}
+        for name in known.keys() - names:
+            self.forget(known.pop(name))
         if self._has_lost:
             # One that follows what is gone makes way for one of the same end and name.
             reachable = self.index.reachable()
-            for entry in [entry for entry in self.index if entry.digest not in reachable]:
-                self.forget(entry)
+            for name in [name for name in known if known[name].digest not in reachable]:
+                self.forget(known.pop(name))
         found: dict[Entry, float] = {}
-        for name in names:
-            if bytes.fromhex(name.removesuffix(SUFFIX)) not in self.index:
+        for name in names - known.keys():
+            if re.fullmatch(SEGMENT_NAME, name):
                 found |= self._read(self.path / name)
-        is_first = not len(self.index)
-        if is_first:
+        if not known:
             self._worth.seed(found)
         for entry, used_at in found.items():
-            if not is_first:
+            if known:
                 self._worth.add(entry, used_at)
             self.index.add(entry)
-        self._has_lost = not all(map(self.index.has_point, (one.parent for one in self.index)))
+        self._has_lost = not all(self.index.has_point(entry.parent) for entry in found)
 
     def note_uses_of_others(self) -> None:
         """Count uses that other processes noted in the files' times."""

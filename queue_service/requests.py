@@ -40,7 +40,10 @@ class Endpoint(StrEnum):
     @classmethod
     def of_function(cls, name: str) -> Endpoint | None:
         """Return the endpoint whose requests the RQ function runs; None for any other function."""
-        return next((endpoint for endpoint in cls if endpoint.function == name), None)
+        return _ENDPOINTS.get(name)
+
+
+_ENDPOINTS = {endpoint.function: endpoint for endpoint in Endpoint}
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:

@@ -164,13 +164,16 @@ class AnswerForms:
             )
         if request.thinking_budget is not None and self.reasoning is None:
             raise RequestError("this model does not reason", param="thinking_budget")
+        compiled = self._compiled(demanded or constraint)
+        if self.reasoning is None and tools is None and compiled is None:
+            return PLAIN_TEXT
         return AnswerForm(
             reasoning=self.reasoning,
             starts_open=self.reasoning is not None
             and starts_open(rendered, self.reasoning, continues=request.continue_final_message),
             tool_format=self.tool_format if tools is not None else None,
             tools=tools,
-            compiled=self._compiled(demanded or constraint),
+            compiled=compiled,
             thinking_budget=request.thinking_budget,
             closing_ids=self.closing_ids,
             job_id=job_id,
@@ -228,7 +231,7 @@ class AnswerSplitter:
     def __init__(self, reasoning: ReasoningSplitter | None, calls: ToolCallSplitter | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
-        self._texts: dict[PieceKind, list[str]] = {kind: [] for kind in PieceKind}
+        self._texts: dict[PieceKind, list[str]] = {}
         self.tool_calls: list[ToolCall] = []
 
     @property
@@ -243,7 +246,7 @@ class AnswerSplitter:
 
     def text(self, kind: PieceKind) -> str:
         """Return everything of a kind so far."""
-        return "".join(self._texts[kind])
+        return "".join(self._texts.get(kind, ()))
 
     def push(self, text: str) -> list[Piece]:
         """Take more text and return what became certain."""
@@ -294,7 +297,7 @@ class AnswerSplitter:
         return pieces
 
     def _recorded(self, piece: Piece) -> Piece:
-        self._texts[piece.kind].append(piece.text)
+        self._texts.setdefault(piece.kind, []).append(piece.text)
         return piece
 
 

@@ -102,6 +102,7 @@ class Preparer:
         self._model = model
         self._forms = forms or AnswerForms()
         self._defaults = defaults or SamplingDefaults()
+        self._usual_rules = LogitRules(repetition_penalty=self._defaults.repetition_penalty)
         self._allowed_callbacks = allowed_callbacks
 
     def prepare(self, claimed: Claimed) -> PreparedRequest:
@@ -230,7 +231,15 @@ class Preparer:
         return own | frozenset(request.stop_token_ids)
 
     def _rules(self, request: Request) -> LogitRules:
-        self._check_ids((token_id for token_id, _ in request.logit_bias), "logit_bias")
+        if request.logit_bias:
+            self._check_ids((token_id for token_id, _ in request.logit_bias), "logit_bias")
+        elif (
+            request.repetition_penalty is None
+            and request.frequency_penalty is None
+            and request.presence_penalty is None
+            and request.min_tokens is None
+        ):
+            return self._usual_rules
         return LogitRules(
             bias=request.logit_bias,
             repetition_penalty=_given(

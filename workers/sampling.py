@@ -50,9 +50,15 @@ class SamplingPlan:
             raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 or more, not {self.top_k}")
-        for name in ("top_p", "min_p", "xtc_probability", "xtc_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        if not (
+            0 <= self.top_p <= 1
+            and 0 <= self.min_p <= 1
+            and 0 <= self.xtc_probability <= 1
+            and 0 <= self.xtc_threshold <= 1
+        ):
+            raise ValueError(
+                "top_p, min_p, xtc_probability and xtc_threshold must be between 0 and 1"
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -177,6 +177,8 @@ class IncrementalDetokenizer:
 
     def _cut(self, num_tokens: int) -> None:
         """Drop the window's first tokens. What was held back stays the end of its text."""
+        if not num_tokens:
+            return
         num_held = len(self._window_text) - self._num_emitted
         del self._window[:num_tokens]
         self._window_text = self._decode(self._window)

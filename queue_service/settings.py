@@ -159,7 +159,9 @@ class WorkerSettings(Section):
     )
     slots: PositiveInt = Field(32, description="Rows in one batch.")
     claim_ahead: NonNegativeInt = Field(
-        8, description="Jobs claimed beyond the rows, so that they are prepared when one ends."
+        8,
+        description="Jobs claimed beyond the rows, so that they are prepared when one ends. Where"
+        " more end in a tenth of a second, so many are claimed, up to 256.",
     )
     lease_seconds: PositiveInt = Field(
         10, description="How long a claimed job stays ours without a heartbeat."
@@ -227,6 +229,11 @@ class WorkerSettings(Section):
     @classmethod
     def _in_capitals(cls, level: object) -> object:
         return level.upper() if isinstance(level, str) else level
+
+    @property
+    def most_with_engine(self) -> int:
+        """How many jobs the engine has at a time: those in its rows, and the next ones."""
+        return self.slots + self.claim_ahead
 
     @model_validator(mode="after")
     def _survives_a_missed_beat(self) -> Self:
@@ -312,6 +319,11 @@ class CheckpointSettings(Section):
     daily_writes: ByteSize = Field(
         ByteSize(100_000_000_000),
         description="Most bytes that one worker writes to disk in 24 hours.",
+    )
+    verify_every: NonNegativeInt = Field(
+        0,
+        description="Of so many prefixes read one is computed again and compared; 0 for none. The"
+        " worker's card counts checkpoint_verified and checkpoint_mismatches.",
     )
 
     @field_validator("folder")

@@ -89,10 +89,14 @@ class WriteNow:
         self._store = store
         self.written: list[Segment] = []
 
-    def put(self, segments: Sequence[Segment]) -> None:
+    def put(self, segments: Sequence[Segment]) -> int:
         for segment in segments:
             assert self._store.put(segment) is not None
             self.written.append(segment)
+        return len(segments)
+
+    def counts(self) -> dict[str, int]:
+        return {"written": len(self.written)}
 
     def close(self) -> None:
         pass

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 
-from queue_service.settings import WorkerSettings
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import ServedModel, run_child
+from workers.child_settings import ChildSettings
 
 
-def load(settings: WorkerSettings) -> ServedModel:
+def load(settings: ChildSettings) -> ServedModel:
     engine = FakeEngine(
-        max_rows=settings.slots,
+        max_rows=settings.worker.slots,
         step_seconds=float(os.environ.get("FAKE_STEP_SECONDS", "0")),
     )
     return ServedModel(
         parts=fake_parts(engine),
         encoder=FakeTokenizer(),
-        info=fake_info(settings.model or "fake"),
+        info=fake_info(settings.worker.model or "fake"),
         versions="fake",
     )
 

@@ -188,7 +188,7 @@ class ThreadWorker:
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"the worker did not end within {seconds:g} s"
 
-    def _load(self, settings: WorkerSettings) -> ServedModel:
+    def _load(self, settings: ChildSettings) -> ServedModel:
         return ServedModel(fake_parts(self.engine), FakeTokenizer(), fake_info(), "fake")
 
     def _run(self) -> None:

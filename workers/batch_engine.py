@@ -30,7 +30,7 @@ from workers.mlx_sampling import draw
 from workers.pace import PrefillPace
 from workers.runner import PromptChunk, Runner
 from workers.scheduler import NOTHING, Chunk, Plan, Policy, Scheduler, SchedulerCorrupt
-from workers.shared_prefixes import SharedPrefixes, Start
+from workers.shared_prefixes import PrefixFigures, SharedPrefixes, Start
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +191,11 @@ class BatchEngine:
     def num_rows(self) -> int:
         """Rows waiting, being prefilled or decoded."""
         return len(self._rows)
+
+    @property
+    def prefix_figures(self) -> PrefixFigures:
+        """What sharing the beginnings of prompts did."""
+        return self._prefixes.figures
 
     @property
     def peak_bytes(self) -> int:

@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
+from workers.checkpoints.announcements import Announcement, Announcements
 from workers.checkpoints.cutting import segments_of
 from workers.checkpoints.index import Match
 from workers.checkpoints.records import Layer, Segment
 from workers.checkpoints.store import CheckpointStore
-from workers.kv_records import join_layers
+from workers.kv_records import join_layers, max_difference
 from workers.prefixes import Prefix, PrefixStore
 from workers.runner import NotExtractable, Runner
 
@@ -23,13 +24,18 @@ _READERS: Final = 2
 # Shorter prefixes cost more to store, and to restore, than they save.
 _LEAST_STORED: Final = 128
 _LEAST_RESTORED: Final = 64
+# Relative to the largest number: what batches of other shapes do to the rounding of 16 bits.
+_TOLERANCE: Final = 0.05
 
 
 class SegmentWriter(Protocol):
     """Writes segments to a store, now or later."""
 
-    def put(self, segments: Sequence[Segment]) -> None:
-        """Take the segments of one prefix; returns at once, and may drop them."""
+    def put(self, segments: Sequence[Segment]) -> int:
+        """Take the segments of one prefix; returns at once with how many it did not drop."""
+
+    def counts(self) -> dict[str, int]:
+        """Return what has happened so far, by name."""
 
     def close(self) -> None:
         """Write what waits and end."""
@@ -43,12 +49,16 @@ class TierFigures:
         restored_tokens: tokens of prefixes that were read and handed to rows.
         restores_rejected: reads of which nothing could be used.
         restore_seconds: from the order to read to the arrays being there.
+        verified: prefixes that were computed again to compare them.
+        mismatches: of these, those that differed by more than rounding.
     """
 
     restores: int = 0
     restored_tokens: int = 0
     restores_rejected: int = 0
     restore_seconds: float = 0.0
+    verified: int = 0
+    mismatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +110,15 @@ class CheckpointTier:
         store: where checkpoints are.
         writer: writes them.
         runner: makes states of layers and layers of states.
+        announcements: what other workers compute for the same folder; None where none can.
+        verify_every: of so many prefixes read one is computed again; 0 for none.
     """
 
     store: CheckpointStore
     writer: SegmentWriter
     runner: Runner
+    announcements: Announcements | None = None
+    verify_every: int = 0
     clock: Callable[[], float] = time.monotonic
     figures: TierFigures = field(default_factory=TierFigures)
     _pool: ThreadPoolExecutor = field(
@@ -190,6 +204,43 @@ class CheckpointTier:
             return
         cost_seconds = seconds_per_token * (num_tokens - start)
         self.writer.put(segments_of(self.store.namespace, tokens, start, layers, cost_seconds))
+
+    def others_compute(self, tokens: Sequence[int]) -> int:
+        """Return how many first tokens of a prompt another worker is about to store."""
+        length = self.announcements.others(tokens) if self.announcements is not None else 0
+        return length if length >= _LEAST_STORED else 0
+
+    def announce(self, tokens: Sequence[int]) -> Announcement | None:
+        """Say that a prefix is being computed and will be stored."""
+        if self.announcements is None or len(tokens) < _LEAST_STORED:
+            return None
+        return self.announcements.announce(tokens)
+
+    def is_due_for_check(self) -> bool:
+        """Whether the prefix read last is to be computed again, for comparison."""
+        return self.verify_every > 0 and self.figures.restores % self.verify_every == 0
+
+    def check(self, stored: Any, computed: Any, length: int) -> None:
+        """Compare a state that was read with the same one computed here."""
+        difference = max_difference(
+            self.runner.to_layers(stored, 0, length), self.runner.to_layers(computed, 0, length)
+        )
+        self.figures.verified += 1
+        if not difference <= _TOLERANCE:  # also for NaN
+            self.figures.mismatches += 1
+            logger.error(
+                "a checkpoint is not what is computed here tokens=%d difference=%.3g",
+                length,
+                difference,
+            )
+
+    def counts(self) -> dict[str, int]:
+        """Return what happened so far, by name: here, in the store, and in the writer."""
+        writer = {f"writer_{name}": count for name, count in self.writer.counts().items()}
+        own = {name: int(count) for name, count in asdict(self.figures).items()}
+        del own["restore_seconds"]
+        own["restore_ms"] = int(1e3 * self.figures.restore_seconds)
+        return {**own, **self.store.counts(), **writer}
 
     def close(self) -> None:
         """Write what waits and end the threads."""

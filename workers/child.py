@@ -24,6 +24,7 @@ from queue_service.responses import fingerprint
 from queue_service.settings import WorkerSettings
 from workers.aftercare import Aftercare
 from workers.answer_forms import AnswerForms
+from workers.begun import BegunNotes
 from workers.child_settings import ChildSettings
 from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
 from workers.generation import EngineParts, GenerationThread
@@ -32,8 +33,11 @@ from workers.logs import configure_logging
 from workers.model_info import ModelInfo
 from workers.outcomes import OutcomeWriter
 from workers.preparation import Limits, Preparer, PromptEncoder
+from workers.requests import Result
 from workers.rq_worker import BatchWorker, EngineFailed, ResultQueue
 from workers.sampling import SamplingDefaults
+from workers.token_history import TokenHistory
+from workers.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,9 @@ class ServedModel:
         forms: what is known of the model's answers.
         sampling_defaults: what a request gets that does not say.
         log_lines: what a person should know about device and weights.
+        history: the tokens of chats that are kept; None where nothing is kept.
+        figures: what the worker's card shows of the engine; called by any thread.
+        close: called once when the worker ends, to write what waits.
     """
 
     parts: EngineParts
@@ -60,6 +67,9 @@ class ServedModel:
     forms: AnswerForms = field(default_factory=AnswerForms)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     log_lines: tuple[str, ...] = ()
+    history: TokenHistory | None = None
+    figures: Callable[[], Mapping[str, str]] = dict
+    close: Callable[[], None] = lambda: None
 
 
 class WorkerParts(TypedDict):
@@ -76,7 +86,7 @@ class WorkerParts(TypedDict):
     model_card: tuple[str, Mapping[str, str]]
 
 
-Loader = Callable[[WorkerSettings], ServedModel]
+Loader = Callable[[ChildSettings], ServedModel]
 
 
 class Reporter:
@@ -164,12 +174,17 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         lease_seconds=settings.worker.lease_seconds,
     )
     results = ResultQueue()
-    publisher = make_publisher(broker, settings.worker, results.put, results.fail)
+
+    def deliver(result: Result) -> None:
+        results.put(result)
+        waiting_room.leave(result.claimed.execution_id)
+
+    publisher = make_publisher(broker, settings.worker, deliver, results.fail)
     loaded: list[ServedModel] = []
     is_loaded = threading.Event()
 
     def make_parts() -> EngineParts:
-        served = load(settings.worker)
+        served = load(settings)
         loaded.append(served)
         is_loaded.set()
         return served.parts
@@ -178,8 +193,24 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         results.fail(failure)
         is_loaded.set()
 
+    def on_kept(token_ids: Sequence[int]) -> None:
+        if loaded[0].history is not None:
+            loaded[0].history.remember(token_ids)
+
     engine = GenerationThread(
-        make_parts, publisher, on_failure=on_failure, max_rows=settings.worker.slots
+        make_parts,
+        publisher,
+        on_failure=on_failure,
+        # More than run at a time: what comes next is looked for on disk, or meets its like.
+        max_rows=settings.worker.slots + settings.worker.claim_ahead,
+        on_kept=on_kept,
+    )
+    notes = BegunNotes.of_file(settings.begun_file)
+    waiting_room = WaitingRoom(
+        engine.submit,
+        notes,
+        most=settings.worker.most_with_engine,
+        at_once=max(1, settings.worker.claim_ahead // 2),
     )
     engine.start()
     is_loaded.wait()
@@ -192,9 +223,13 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
     generator = EngineGenerator(
         preparer=_preparer(settings, served),
         engine=engine,
+        waiting_room=waiting_room,
+        notes=notes,
         publisher=publisher,
         deliver=results.put,
         crash_retries=settings.worker.crash_retries,
+        figures=served.figures,
+        on_stop=served.close,
     )
     return WorkerParts(
         connection=connection,
@@ -234,6 +269,7 @@ def _preparer(settings: ChildSettings, served: ServedModel) -> Preparer:
         forms=served.forms,
         defaults=served.sampling_defaults,
         allowed_callbacks=frozenset(settings.worker.callbacks),
+        history=served.history,
     )
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from queue_service import keys
-from queue_service.settings import RedisSettings, RetentionSettings, WorkerSettings
+from queue_service.settings import (
+    CheckpointSettings,
+    RedisSettings,
+    RetentionSettings,
+    WorkerSettings,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSettings:
-    """Everything a child is told by its supervisor, as one line of JSON on its standard input."""
+    """Everything a child is told by its supervisor, as one line of JSON on its standard input.
+
+    Attributes:
+        begun_file: the number of an open file for ``BegunNotes``; None where nobody reads them.
+    """
 
     redis: RedisSettings
     worker: WorkerSettings
@@ -19,6 +28,8 @@ class ChildSettings:
     alias: str
     name: str
     burst: bool
+    begun_file: int | None = None
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings.load)
 
     def to_json(self) -> str:
         """Return the line; it may hold a password, so it goes through a pipe only."""
@@ -26,8 +37,10 @@ class ChildSettings:
             "redis": self.redis.model_dump(mode="json"),
             "worker": self.worker.model_dump(mode="json"),
             "retention": self.retention.model_dump(mode="json"),
+            "checkpoints": self.checkpoints.model_dump(mode="json"),
         }
-        return json.dumps({**sections, "alias": self.alias, "name": self.name, "burst": self.burst})
+        own = {name: getattr(self, name) for name in ("alias", "name", "burst", "begun_file")}
+        return json.dumps({**sections, **own})
 
     @classmethod
     def from_json(cls, line: str) -> ChildSettings:
@@ -37,9 +50,11 @@ class ChildSettings:
             redis=RedisSettings.load(**fields["redis"]),
             worker=WorkerSettings.load(**fields["worker"]),
             retention=RetentionSettings.load(**fields["retention"]),
+            checkpoints=CheckpointSettings.load(**fields["checkpoints"]),
             alias=fields["alias"],
             name=fields["name"],
             burst=fields["burst"],
+            begun_file=fields["begun_file"],
         )
 
     @property

@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from queue_service.broker import Broker, Claimed
 from queue_service.errors import RequestError
 from queue_service.settings import WorkerSettings
+from workers.begun import BegunNotes
 from workers.errors import WorkerLost
 from workers.generation import GenerationThread
 from workers.preparation import Preparer
 from workers.publisher import Publisher
 from workers.requests import PreparedRequest, Refused, Result
+from workers.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,11 @@ class EngineGenerator:
     """Runs claimed jobs on an engine thread that is already loaded.
 
     Args:
-        deliver: takes results; called on several threads, returns at once.
+        waiting_room: leads to the engine.
+        notes: has what is being prepared; the waiting room notes what is with the engine.
+        deliver: takes what cannot be run; called on several threads, returns at once.
+        figures: more of them for the worker's card.
+        on_stop: called when all threads have ended.
     """
 
     def __init__(
@@ -37,15 +43,23 @@ class EngineGenerator:
         *,
         preparer: Preparer,
         engine: GenerationThread,
+        waiting_room: WaitingRoom,
+        notes: BegunNotes,
         publisher: Publisher,
         deliver: Callable[[Result], None],
         crash_retries: int,
+        figures: Callable[[], Mapping[str, str]] = dict,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._preparer = preparer
         self._engine = engine
+        self._waiting_room = waiting_room
+        self._notes = notes
         self._publisher = publisher
         self._deliver = deliver
         self._crash_retries = crash_retries
+        self._figures = figures
+        self._on_stop = on_stop
         self._pool = ThreadPoolExecutor(_PREPARATION_THREADS, thread_name_prefix="prepare")
         self._cancelled: set[str] = set()
         self._preparing: set[str] = set()
@@ -66,6 +80,7 @@ class EngineGenerator:
         with self._lock:
             self._cancelled.update(self._preparing.intersection(execution_ids))
         self._engine.cancel(execution_ids)
+        self._waiting_room.drop(execution_ids)
 
     def watch(self, execution_ids: Iterable[str]) -> None:
         """Stream these from now on."""
@@ -92,6 +107,7 @@ class EngineGenerator:
             "rows": str(self._engine.num_rows),
             "steps": str(self._engine.steps),
             "peak_bytes": str(self.peak_bytes),
+            **self._figures(),
         }
 
     def stop(self) -> None:
@@ -99,6 +115,7 @@ class EngineGenerator:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._engine.stop()
         self._publisher.stop()
+        self._on_stop()
 
     def _prepare(self, claimed: Sequence[Claimed]) -> None:
         waiting: list[Claimed] = []
@@ -109,6 +126,7 @@ class EngineGenerator:
                 self._hand_over(waiting, ready)
                 waiting, ready, began = [], [], time.monotonic()
             waiting.append(one)
+            self._notes.begin(one.execution_id)
             try:
                 if one.deaths > self._crash_retries:
                     raise WorkerLost(one.deaths)
@@ -120,6 +138,8 @@ class EngineGenerator:
                 self._refuse(one, error)
             else:
                 ready.append(request)
+            finally:
+                self._notes.end(one.execution_id)
         self._hand_over(waiting, ready)
 
     def _hand_over(self, claimed: Sequence[Claimed], ready: Sequence[PreparedRequest]) -> None:
@@ -129,7 +149,7 @@ class EngineGenerator:
             self._cancelled -= ids
             self._preparing -= ids
             # Under the lock, so that a cancel that comes now reaches the engine after this.
-            self._engine.submit([r for r in ready if r.execution_id not in cancelled])
+            self._waiting_room.add([r for r in ready if r.execution_id not in cancelled])
 
     def _refuse(self, claimed: Claimed, error: Exception) -> None:
         self._deliver(Refused(claimed, error))

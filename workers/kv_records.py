@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from workers.checkpoints.records import Kind, Layer, Segment, Tensor
 
@@ -60,6 +61,29 @@ def _join(layers: Sequence[Layer]) -> Layer:
             replace(parts[0], data=data[0] if len(data) == 1 else np.concatenate(data, -2))
         )
     return replace(last, tensors=tuple(joined))
+
+
+def max_difference(one: Sequence[Layer], other: Sequence[Layer]) -> float:
+    """Return the largest difference of two states' numbers, relative to the largest of its array.
+
+    0 is bit for bit; what has other shapes is infinitely different.
+    """
+    worst = 0.0
+    for a, b in zip(one, other, strict=True):
+        for x, y in zip(a.tensors, b.tensors, strict=True):
+            if x.data.shape != y.data.shape or x.dtype != y.dtype:
+                return float("inf")
+            left, right = _as_floats(x), _as_floats(y)
+            if left.size:
+                scale = max(float(np.abs(left).max()), 1e-30)
+                worst = max(worst, float(np.abs(left - right).max()) / scale)
+    return worst
+
+
+def _as_floats(tensor: Tensor) -> NDArray[np.float32]:
+    if tensor.dtype in _UNSIGNED:
+        return (tensor.data.astype(np.uint32) << 16).view(np.float32)
+    return tensor.data.astype(np.float32)
 
 
 def state_layer(cls: str, state: Any) -> Layer:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from queue_service.settings import WorkerSettings
 from workers.answer_forms import AnswerForms, Compiler
 from workers.blas import load_blas
 from workers.child import ServedModel, run_child
+from workers.child_settings import ChildSettings
 from workers.generation import EngineParts
 from workers.reasoning import find_format
 from workers.tool_calls import find_tool_format
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from workers.tokenizer import Tokenizer
 
 
-def load(settings: WorkerSettings) -> ServedModel:
+def load(child: ChildSettings) -> ServedModel:
     """Load the model and make its engine; called on the engine thread."""
+    settings = child.worker
     blas = load_blas(settings.blas_threads)
     # MLX links its BLAS when it is imported: it has to come after the line above.
     from workers.batch_engine import BatchEngine
+    from workers.checkpoint_setup import open_checkpoints
     from workers.memory import MemoryGuard, apply_limits, plan_memory
-    from workers.models import load_model
+    from workers.models import find_model, load_model
     from workers.pace import PrefillPace
     from workers.scheduler import Policy
     from workers.self_test import choose_runner
@@ -36,6 +39,15 @@ def load(settings: WorkerSettings) -> ServedModel:
     memory = plan_memory(model_bytes=loaded.num_bytes, kv_bytes=settings.kv_memory)
     apply_limits(memory)
     batching, runner = choose_runner(loaded.model, kv_bytes=memory.kv_bytes)
+    engines: list[BatchEngine] = []
+    checkpoints = open_checkpoints(
+        child.checkpoints,
+        path=find_model(settings.model or ""),
+        info=loaded.info,
+        tokenizer=loaded.tokenizer,
+        runner=runner,
+        is_busy=lambda: any(engine.num_rows for engine in engines),
+    )
     engine = BatchEngine(
         runner,
         vocab_size=loaded.info.vocab_size,
@@ -46,7 +58,15 @@ def load(settings: WorkerSettings) -> ServedModel:
         ),
         memory=MemoryGuard(memory.limit_bytes),
         prefix_bytes=memory.prefix_bytes,
+        tier=checkpoints.tier if checkpoints is not None else None,
     )
+    engines.append(engine)
+
+    def figures() -> dict[str, str]:
+        shared = {name: str(count) for name, count in asdict(engine.prefix_figures).items()}
+        kept = checkpoints.figures() if checkpoints is not None else {}
+        return {**{f"prefix_{name}": count for name, count in shared.items()}, **kept}
+
     versions = f"mlx={version('mlx')} mlx-lm={version('mlx-lm')}"
     line = (
         f"model loaded name={loaded.info.name} device={loaded.info.device} "
@@ -68,6 +88,9 @@ def load(settings: WorkerSettings) -> ServedModel:
         ),
         sampling_defaults=loaded.sampling_defaults,
         log_lines=tuple(line for line in (blas, line) if line),
+        history=checkpoints.history if checkpoints is not None else None,
+        figures=figures,
+        close=checkpoints.tier.close if checkpoints is not None else lambda: None,
     )
 
 

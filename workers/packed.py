@@ -20,6 +20,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from workers.checkpoints.identity import CacheFacts
 from workers.checkpoints.records import Layer
 from workers.kv_blocks import Block, BlockStore, LayerShape, RowKV, capacity_for
 from workers.kv_records import columns_layer, to_array
@@ -556,10 +557,14 @@ class PackedRunner:
             for row_id in rows:
                 self.store.load(row_id, state.columns(shared, length))
 
-    def describe_layers(self) -> list[Any]:
-        """Return what each layer keeps of a row, as values of JSON: alike where states fit."""
+    def describe_layers(self) -> list[CacheFacts]:
+        """Return what each layer keeps of a row: the same where states fit each other."""
         return [
-            [_CLASS, shape.num_heads, shape.key_width, shape.value_width, str(shape.dtype)]
+            CacheFacts(
+                _CLASS,
+                dtypes=(str(shape.dtype),) * 2,
+                shapes=((shape.num_heads, shape.key_width), (shape.num_heads, shape.value_width)),
+            )
             for shape in self.store.layers
         ]
 

@@ -16,6 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
+from workers.checkpoints.identity import CacheFacts
 from workers.checkpoints.records import Layer
 from workers.kv_blocks import capacity_for
 from workers.kv_records import columns_layer, state_layer, to_array, to_state
@@ -101,16 +102,11 @@ class PaddedRunner:
         """Whether what a row holds of its first tokens can be had alone: not of every cache."""
         return self._has_columns_only
 
-    def describe_layers(self) -> list[Any]:
-        """Return what each layer keeps of a row, as values of JSON: alike where states fit."""
+    def describe_layers(self) -> list[CacheFacts]:
+        """Return what each layer keeps of a row: the same where states fit each other."""
         caches = make_prompt_cache(self.model)
         self.model(mx.array([[0]]), cache=caches)
-        return [
-            [_name(cache), [[list(a.shape[1:]), str(a.dtype)] for a in _arrays([cache])]]
-            if not _is_plain(cache)
-            else [_name(cache), [[a.shape[1], a.shape[3], str(a.dtype)] for a in _columns(cache)]]
-            for cache in caches
-        ]
+        return [_facts(cache) for cache in caches]
 
     def to_layers(self, state: PaddedState, start: int, stop: int) -> tuple[Layer, ...]:
         """Return a state as plain arrays: of the tokens from start to stop, where each has its own.
@@ -308,6 +304,14 @@ def _name(cache: Any) -> str:
     """Return what a checkpoint calls a cache: its class, and those inside."""
     inner = ", ".join(_name(one) for one in getattr(cache, "caches", ()))
     return f"{type(cache).__name__}({inner})" if inner else type(cache).__name__
+
+
+def _facts(cache: Any) -> CacheFacts:
+    arrays = _columns(cache) if _is_plain(cache) else _arrays([cache])
+    shapes = [tuple(array.shape[1:]) for array in arrays]
+    if _is_plain(cache):
+        shapes = [(heads, width) for heads, _, width in shapes]
+    return CacheFacts(_name(cache), tuple(str(a.dtype) for a in arrays), tuple(shapes))
 
 
 def _is_plain(cache: Any) -> bool:

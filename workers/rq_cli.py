@@ -64,7 +64,7 @@ class QsvcWorker(BatchWorker):
         super().__init__(names, **worker_parts(settings, names, self.load_model))
 
     @staticmethod
-    def load_model(settings: WorkerSettings) -> ServedModel:
+    def load_model(settings: ChildSettings) -> ServedModel:
         """Load the model; called on the engine thread."""
         return load(settings)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from queue_service.errors import QsvcError
+from workers.checkpoints.identity import CacheFacts
 from workers.checkpoints.records import Layer
 
 
@@ -65,8 +66,8 @@ class Runner(Protocol):
     def is_finite(self, state: Any) -> bool:
         """Return whether every number of a state is one; others would spread."""
 
-    def describe_layers(self) -> list[Any]:
-        """Return what each layer keeps of a row, as values of JSON: alike where states fit."""
+    def describe_layers(self) -> list[CacheFacts]:
+        """Return what each layer keeps of a row: the same where states fit each other."""
 
     def to_layers(self, state: Any, start: int, stop: int) -> tuple[Layer, ...]:
         """Return a state as plain arrays: of the tokens from start to stop, where each has its own.

@@ -7,11 +7,14 @@ admission; what is not ready yet it waits for.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from workers.checkpoint_tier import CheckpointTier, Restore
+from workers.checkpoints.announcements import Announcement
 from workers.prefixes import Prefix, PrefixStore, SeenPrompts, common_length
 from workers.runner import NotExtractable, Runner
 from workers.scheduler import Chunk, Scheduler
@@ -22,6 +25,8 @@ _LEAST_SHARED: Final = 16
 _NOT_WORTH_WAITING: Final = 32
 # A row that others follow stops at most so often to hand a state on.
 _MOST_CUTS: Final = 16
+# How often rows look whether other workers have stored what they wait for.
+_LOOK_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class _Row:
         start: what others have computed of it.
         waits_for: the row that is computing a prefix for this one.
         restore: what is being read from disk for it.
+        announced: what other workers were told that this row computes.
+        check: what was read of it, to be compared after so many tokens.
         is_gone: the runner holds it no more.
     """
 
@@ -59,6 +66,8 @@ class _Row:
     start: Start | None = None
     waits_for: str | None = None
     restore: Restore | None = None
+    announced: tuple[int, Announcement] | None = None
+    check: tuple[int, Prefix] | None = None
     is_gone: bool = False
 
 
@@ -100,6 +109,9 @@ class SharedPrefixes:
     # Rows that wait for a prefix, by the row that computes it, and the length of each.
     _followers: dict[str, dict[str, int]] = field(default_factory=dict)
     _restoring: list[_Row] = field(default_factory=list)
+    # Rows that wait for other workers, and the length that these announced.
+    _awaiting: dict[str, int] = field(default_factory=dict)
+    _looked_at: float = 0.0
     _seen: SeenPrompts = field(default_factory=SeenPrompts)
     _num_rows_ever: int = 0
 
@@ -164,6 +176,8 @@ class SharedPrefixes:
         ready = {follower: length for follower, length in waiting.items() if is_ready(length)}
         kept = {length for length in row.keep if is_ready(length)}
         row.keep -= kept
+        if row.check is not None and is_ready(row.check[0]):
+            self._check(row, *row.check)
         for follower in ready:
             del waiting[follower]
         if not waiting:
@@ -197,6 +211,8 @@ class SharedPrefixes:
         self._let_go(row)
         if row.restore is not None:
             self._restoring.remove(row)
+        self._awaiting.pop(row_id, None)
+        self._end_announcement(row)
         if row.waits_for is not None:
             followers = self._followers[row.waits_for]
             del followers[row_id]
@@ -209,13 +225,17 @@ class SharedPrefixes:
             self._seek(follower)
 
     def poll(self, timeout_seconds: float = 0.0) -> None:
-        """Let rows go on whose prefix was read from disk, or could not be.
+        """Let rows go on whose prefix was read from disk, or could not be, or is there now.
 
         Args:
             timeout_seconds: how long to wait for the first of them, if there are any.
         """
-        if timeout_seconds and self._restoring and self.tier is not None:
-            self.tier.wait(timeout_seconds)
+        if timeout_seconds and self.tier is not None and (self._restoring or self._awaiting):
+            if self._restoring:
+                self.tier.wait(timeout_seconds)
+            else:
+                time.sleep(timeout_seconds)
+        self._look_at_others()
         for row in [row for row in self._restoring if row.restore and row.restore.is_done]:
             assert row.restore is not None
             self._restoring.remove(row)
@@ -230,9 +250,12 @@ class SharedPrefixes:
     def restart(self, scheduler: Scheduler) -> None:
         """Begin again with no row and nothing in memory; what is on disk stays."""
         self.scheduler = scheduler
+        for row in self._rows.values():
+            self._end_announcement(row)
         self._rows.clear()
         self._followers.clear()
         self._restoring.clear()
+        self._awaiting.clear()
         self.in_memory.clear()
 
     # Where a prefix comes from --------------------------------------------------------------
@@ -256,6 +279,43 @@ class SharedPrefixes:
             self._restoring.append(row)
         elif leader is not None and num_shared >= _LEAST_SHARED:
             self._follow(row, leader, num_shared)
+        elif self.tier is not None and (announced := self.tier.others_compute(row.tokens)):
+            self.scheduler.hold(row.row_id)
+            self._awaiting[row.row_id] = announced
+        else:
+            self._announce(row, max(row.keep, default=0))
+
+    def _look_at_others(self) -> None:
+        """Let rows go on that wait for other workers, once these have stored it or never will."""
+        if not self._awaiting or time.monotonic() - self._looked_at < _LOOK_SECONDS:
+            return
+        assert self.tier is not None
+        self._looked_at = time.monotonic()
+        for row_id, length in list(self._awaiting.items()):
+            row = self._rows[row_id]
+            match = self.tier.match(row.tokens)
+            is_there = match is not None and match.length >= min(length, len(row.tokens) - 1)
+            if is_there or self.tier.others_compute(row.tokens) < length:
+                del self._awaiting[row_id]
+                self.scheduler.release(row_id)
+                self._seek(row)
+
+    def _announce(self, row: _Row, length: int) -> None:
+        """Tell other workers what a row computes and will store, if they were not told as much."""
+        if self.tier is None or length < self.tier.least_tokens:
+            return
+        if row.announced is not None:
+            if row.announced[0] >= length:
+                return
+            self._end_announcement(row)
+        announcement = self.tier.announce(row.tokens[:length])
+        if announcement is not None:
+            row.announced = (length, announcement)
+
+    def _end_announcement(self, row: _Row) -> None:
+        if row.announced is not None:
+            row.announced[1].done()
+            row.announced = None
 
     def _follow(self, row: _Row, leader: _Row, length: int) -> None:
         """Let a row have what another computes or has computed."""
@@ -267,6 +327,8 @@ class SharedPrefixes:
             self.scheduler.cut(leader.row_id, length)
         self.scheduler.hold(row.row_id)
         row.waits_for = leader.row_id
+        if not row.is_sibling and leader.row_id not in self._awaiting:
+            self._announce(leader, length)
         self._followers.setdefault(leader.row_id, {})[row.row_id] = length
 
     def _best_leader(self, row: _Row) -> tuple[_Row | None, int]:
@@ -300,6 +362,13 @@ class SharedPrefixes:
             length = min(common_length(prefix.tokens, row.tokens), len(row.tokens) - 1)
         if prefix is None or length < _LEAST_SHARED:
             self._seek(row)
+            return
+        assert self.tier is not None
+        if length == len(prefix.tokens) and self.tier.is_due_for_check():
+            # Computed as if it were not there, and compared when that is done.
+            row.check = (length, prefix)
+            if not self.runner.is_sliceable:
+                self.scheduler.cut(row.row_id, length)
             return
         self._use(row, prefix, length)
 
@@ -337,6 +406,12 @@ class SharedPrefixes:
             if prefix is not None:  # else each computes it for itself
                 self._use(row, prefix, shared)
             self.scheduler.release(row_id)
+
+    def _check(self, row: _Row, length: int, prefix: Prefix) -> None:
+        row.check = None
+        assert self.tier is not None
+        with contextlib.suppress(NotExtractable):
+            self.tier.check(prefix.state, self.runner.extract(row.row_id, length), length)
 
     def _capture(self, row: _Row, tokens: Sequence[int], num_on_disk: int) -> Prefix | None:
         """Copy what a row holds of its first tokens; None where there is no room, or no copy.

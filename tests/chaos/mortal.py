@@ -18,7 +18,7 @@ from typing import Any
 
 import workers.child
 from queue_service.broker import Beat, Broker, Claimed, Outcome, Publication
-from queue_service.settings import WorkerSettings
+from workers.child_settings import ChildSettings
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import ServedModel, run_child
 from workers.engine import Event, RowRequest
@@ -130,8 +130,8 @@ def main(arguments: Sequence[str]) -> int:
     # The child looks it up when it wires the worker.
     workers.child.Broker = broker  # type: ignore[attr-defined, assignment]
 
-    def load(settings: WorkerSettings) -> ServedModel:
-        engine = MortalEngine(fuse, max_rows=settings.slots, step_seconds=asked.step_seconds)
+    def load(settings: ChildSettings) -> ServedModel:
+        engine = MortalEngine(fuse, max_rows=settings.worker.slots, step_seconds=asked.step_seconds)
         return ServedModel(fake_parts(engine), FakeTokenizer(), fake_info(), "fake")
 
     return run_child(load)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
@@ -70,7 +71,7 @@ def test_hits_give_what_misses_give(family: Family, tmp_path: Path) -> None:
     expected = {
         tuple(text): generate(runner, None, [text]).tokens["0"] for text in [*COLD, *WARM]
     }
-    facts = Identity({"layers": runner.describe_layers()})
+    facts = Identity({"layers": [asdict(layer) for layer in runner.describe_layers()]})
     for texts in (COLD, WARM, WARM):
         # A new process: another runner, and what the store finds on disk.
         store = DirectoryStore(tmp_path, facts, budget_bytes=1 << 30)

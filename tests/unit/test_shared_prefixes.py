@@ -16,6 +16,7 @@ from workers.checkpoints.records import Identity
 from workers.checkpoints.store import CheckpointStore, MemoryStore
 from workers.packed import PackedRunner
 from workers.padded import PaddedRunner
+from workers.prefixes import common_length
 from workers.runner import Runner
 
 
@@ -168,3 +169,76 @@ def test_any_tree_of_prompts_gives_what_each_gives_alone(way: str, data: st.Data
         assert generate(bench, texts, limit=3) == generate(
             Bench(max_rows=1, prefix_bytes=0), texts, limit=3
         )
+
+
+class Board:
+    """What another worker says that it computes."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def others(self, tokens: Sequence[int]) -> int:
+        return common_length(list(self.tokens), list(tokens))
+
+    def announce(self, tokens: Sequence[int]) -> Board:
+        self.announced = list(tokens)
+        return self
+
+    def done(self) -> None:
+        self.announced = []
+
+
+def test_a_prefix_that_another_worker_computes_is_waited_for() -> None:
+    store, board, texts = new_store(), Board(), prompts(300, 20, 3)
+    bench = bench_on(store)
+    tier = bench.engine._prefixes.tier
+    assert tier is not None
+    tier.announcements = board  # type: ignore[assignment]
+    board.tokens = texts[0][:300]
+    bench.add(request("0", tokens=texts[2]))
+    for _ in range(5):
+        bench.step()
+    assert not bench.tokens
+    generate(bench_on(store), texts[:2])  # the other worker
+    assert bench.run()["0"] == fresh(texts[2:])[0]
+    assert bench.cached == {"0": 300}
+
+
+def test_a_worker_that_computes_nothing_after_all_is_not_waited_for() -> None:
+    board, texts = Board(), prompts(300, 20, 1)
+    bench = bench_on(new_store())
+    assert bench.engine._prefixes.tier is not None
+    bench.engine._prefixes.tier.announcements = board  # type: ignore[assignment]
+    board.tokens = texts[0][:300]
+    bench.add(request("0", tokens=texts[0]))
+    bench.step()
+    board.tokens = []
+    assert bench.run()["0"] == fresh(texts)[0]
+
+
+def test_what_others_will_follow_is_announced_until_its_row_leaves() -> None:
+    board, texts = Board(), prompts(300, 20, 2)
+    bench = bench_on(new_store())
+    assert bench.engine._prefixes.tier is not None
+    bench.engine._prefixes.tier.announcements = board  # type: ignore[assignment]
+    bench.add(*(request(str(i), tokens=tokens) for i, tokens in enumerate(texts)))
+    assert board.announced == texts[0][:300]
+    bench.run()
+    assert board.announced == []
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_one_read_in_so_many_is_computed_again_and_compared(is_right: bool) -> None:
+    store, texts = new_store(), prompts(300, 20, 3)
+    generate(bench_on(store), texts)
+    if not is_right:
+        for segment in store._segments.values():
+            for tensor in segment.layers[0].tensors:
+                tensor.data.flags.writeable = True
+                tensor.data[...] += 1
+    bench = bench_on(store)
+    assert bench.engine._prefixes.tier is not None
+    bench.engine._prefixes.tier.verify_every = 1
+    assert generate(bench, texts[:1]) == fresh(texts[:1])
+    figures = bench.engine._prefixes.tier.figures
+    assert (figures.verified, figures.mismatches) == (1, 0 if is_right else 1)

@@ -19,7 +19,7 @@ from workers.checkpoints.folders import NAMESPACE_FILE, CacheRoot, SegmentFolder
 from workers.checkpoints.index import Entry, Match
 from workers.checkpoints.records import Identity, Segment
 from workers.checkpoints.segment_file import BadSegment, read_header, read_segment, write_segment
-from workers.checkpoints.store import Restored, Tally, entry_of
+from workers.checkpoints.store import Restored, Tally, entry_of, latest_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +161,13 @@ class DirectoryStore:
                     self._touched[entry.digest] = now
                     with contextlib.suppress(OSError):
                         os.utime(self._folder.file_of(entry), (now, now))
+
+    def latest(self, count: int) -> list[list[int]]:
+        """Return the prompts that were stored or used last, the newest first."""
+        with self._lock:
+            if not self._is_readable():
+                return []
+            return latest_prompts(self._folder.index, self._root.worth, count)
 
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by name."""

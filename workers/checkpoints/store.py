@@ -81,6 +81,12 @@ class CheckpointStore(Protocol):
         segment may begin, with everything before it kept.
         """
 
+    def latest(self, count: int) -> list[list[int]]:
+        """Return the prompts, as far as they are kept, that were stored or used last: newest first.
+
+        Of prompts that begin alike only the whole ones.
+        """
+
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by name; what has not is left out."""
 
@@ -182,6 +188,11 @@ class MemoryStore:
         with self._lock:
             return self._index.covers(tokens)
 
+    def latest(self, count: int) -> list[list[int]]:
+        """Return the prompts that were stored or used last, the newest first."""
+        with self._lock:
+            return latest_prompts(self._index, self._worth, count)
+
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by name."""
         return self._tally.counts()
@@ -203,6 +214,17 @@ class MemoryStore:
             self._tally.add("evicted_bytes", victim.num_bytes)
             needed -= victim.num_bytes
         return needed <= 0
+
+
+def latest_prompts(index: RadixIndex, worth: Worth, count: int) -> list[list[int]]:
+    """Return the tokens up to the ends that nothing follows, those used last first."""
+    leaves = sorted(index.leaves(), key=worth.used_at, reverse=True)
+    prompts = []
+    for entry in leaves[:count]:
+        tokens = index.tokens_to(entry.digest)
+        if tokens is not None:  # else what it follows is gone
+            prompts.append(list(array("I", tokens)))
+    return prompts
 
 
 def entry_of(segment: Segment, index: RadixIndex, num_bytes: int) -> Entry | None:

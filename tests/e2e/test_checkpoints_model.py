@@ -1,0 +1,71 @@
+"""Checkpoints on the real path: what one `qsvc run` computed, the next one reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from queue_service.settings import CheckpointSettings
+from tests.cli_helpers import content_of, read_output, run_qsvc, write_lines
+
+pytestmark = pytest.mark.model
+
+NOTES = " ".join(
+    f"Item {n} is in box {n * 7 % 31}, which is {n * 13 % 29} steps away." for n in range(24)
+)
+QUESTIONS = ("Which box has item 3?", "How far is item 9?", "Name one item.")
+
+
+def line(name: str, question: str, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": NOTES}, {"role": "user", "content": question}]
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": messages, "max_tokens": 8, "temperature": 0, **body},
+    }
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    usage = answer["response"]["body"]["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def run(tmp_path: Path, name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    file, out = write_lines(tmp_path / f"{name}.jsonl", lines), tmp_path / f"{name}-out.jsonl"
+    done = run_qsvc("run", file, "-o", out, seconds=120)
+    assert done.returncode == 0, done.stderr
+    return read_output(out)
+
+
+def test_a_prefix_is_computed_once_for_every_run_after(tmp_path: Path) -> None:
+    lines = [line(str(i), question) for i, question in enumerate(QUESTIONS)]
+    cold = run(tmp_path, "cold", lines)
+    assert cached_tokens(cold[0]) == 0
+    shared = cached_tokens(cold[1])
+    assert shared > 256
+    # Writes are not 0 on the real path, and neither are hits after a restart.
+    assert any(CheckpointSettings.load().folder.rglob("*.qkv"))
+    warm = run(tmp_path, "warm", lines)
+    assert all(cached_tokens(answer) >= shared for answer in warm)
+    assert [content_of(answer) for answer in warm] == [content_of(answer) for answer in cold]
+    verified = run_qsvc("cache", "verify", "--json")
+    assert verified.returncode == 0, verified.stderr
+
+
+def test_a_chat_goes_on_in_the_next_run_where_its_answer_ended(tmp_path: Path) -> None:
+    first = line("turn 1", QUESTIONS[0], session_id="s")
+    [answer] = run(tmp_path, "one", [first])
+    told = answer["response"]["body"]
+    second = line("turn 2", "And item 4?", session_id="s")
+    question = second["body"]["messages"].pop()
+    second["body"]["messages"] += [
+        first["body"]["messages"][1],
+        {"role": "assistant", "content": content_of(answer)},
+        question,
+    ]
+    [following] = run(tmp_path, "two", [second])
+    # All of the turn before but its last token, which was drawn and never fed.
+    assert cached_tokens(following) >= told["usage"]["total_tokens"] - 1

@@ -7,7 +7,7 @@ its own sequences; at the end everything that is left must run to its end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -57,6 +57,8 @@ class Sequence:
         fed_from: tokens to feed at its last admission or pre-emption.
         overtaken: admissions past it while it was the first to wait.
         joined: when it was admitted; None while it waits.
+        shared: of its tokens, those that take nothing of the budget.
+        cuts: lengths of its prompt at which a chunk ends.
     """
 
     id: str
@@ -73,6 +75,8 @@ class Sequence:
     generated: int = 0
     overtaken: int = 0
     joined: int | None = None
+    shared: int = 0
+    cuts: set[int] = field(default_factory=set)
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -92,7 +96,12 @@ class Sequence:
         if self.state is State.DECODING:
             self.fed_from = self.kv_tokens + 1
         self.state, self.joined, self.was_preempted = State.WAITING, None, True
-        self.kv_tokens = self.cached = self.overtaken = 0
+        self.kv_tokens = self.cached = self.shared = self.overtaken = 0
+
+    def until_cut(self) -> int:
+        """Tokens to the next cut, or to the end of its prefill."""
+        ends = [cut for cut in self.cuts if cut > self.kv_tokens] + [self.fed_from - 1]
+        return min(ends) - self.kv_tokens
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -171,11 +180,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.release(sequence.id)
 
     @precondition(lambda self: self.waiting)
-    @rule(pick=picks, cached=picks)
-    def cache(self, pick: int, cached: int) -> None:
+    @rule(pick=picks, cached=picks, shared=picks)
+    def cache(self, pick: int, cached: int, shared: int) -> None:
         sequence = self.waiting[pick % len(self.waiting)]
         sequence.cached = min(cached, sequence.fed_from - 1)
-        self.scheduler.set_cached(sequence.id, sequence.cached)
+        sequence.shared = min(shared, sequence.cached)
+        self.scheduler.set_cached(sequence.id, sequence.cached, shared_tokens=sequence.shared)
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=picks, num_tokens=st.integers(1, 45))
+    def cut(self, pick: int, num_tokens: int) -> None:
+        sequence = self.sequences[pick % len(self.sequences)]
+        sequence.cuts.add(num_tokens)
+        self.scheduler.cut(sequence.id, num_tokens)
 
     @precondition(lambda self: self.rows)
     @rule(pick=picks)
@@ -237,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_overflowed(self, plan: Plan) -> None:
         for name in plan.overflowed:
             sequence = self.get(name)
-            assert self.kv_bytes(sequence.needed) > self.policy.kv_budget_bytes
+            assert self.own_bytes(sequence, sequence.needed) > self.policy.kv_budget_bytes
             assert not sequence.is_held
             self.sequences.remove(sequence)
 
@@ -277,16 +294,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = {chunk.sequence_id: chunk.stop - chunk.start for chunk in plan.chunks}
         assert len(sizes) == len(plan.chunks)
         assert all(sizes.values())
-        assert sum(sizes.values()) == min(prefill_tokens, sum(lacking.values()))
+        assert sum(sizes.values()) <= min(prefill_tokens, sum(lacking.values()))
+        if not any(row.cuts for row in prefilling):
+            assert sum(sizes.values()) == min(prefill_tokens, sum(lacking.values()))
         for chunk in plan.chunks:
             row = self.get(chunk.sequence_id)
             assert chunk.start == row.kv_tokens
             assert chunk.is_last == (chunk.stop == row.fed_from - 1)
-            assert sizes[row.id] <= lacking[row.id]
+            assert sizes[row.id] <= row.until_cut() <= lacking[row.id]
         if prefilling:
-            oldest = min(prefilling, key=lambda row: row.joined or 0).id
+            oldest = min(prefilling, key=lambda row: row.joined or 0)
             share = prefill_tokens * self.policy.oldest_share
-            assert sizes.get(oldest, 0) >= min(lacking[oldest], share)
+            assert sizes.get(oldest.id, 0) >= min(oldest.until_cut(), share)
 
     # What must hold always.
 
@@ -294,7 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def in_budget(self) -> None:
         scheduler = self.scheduler
         scheduler.check_integrity()
-        used = sum(self.kv_bytes(row.kv_tokens) for row in self.rows)
+        used = sum(self.own_bytes(row, row.kv_tokens) for row in self.rows)
         assert scheduler.kv_bytes_used == used <= self.policy.kv_budget_bytes
         assert scheduler.num_rows == len(self.rows) <= self.policy.max_rows
         assert scheduler.num_waiting == len(self.waiting)
@@ -321,7 +340,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return sequence
 
     def bytes_needed(self) -> int:
-        return sum(self.kv_bytes(row.needed) for row in self.rows)
+        return sum(self.own_bytes(row, row.needed) for row in self.rows)
+
+    def own_bytes(self, sequence: Sequence, num_tokens: int) -> int:
+        return self.kv_bytes(max(num_tokens - sequence.shared, 0))
 
     def finish(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)

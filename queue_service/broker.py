@@ -7,7 +7,7 @@ import json
 import logging
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -473,8 +473,13 @@ class Broker:
         return int(self._connection.info("server")["uptime_in_seconds"])
 
 
-def bury_worker(connection: Redis, name: str) -> list[str]:
-    """Hand back what a dead worker held, at once, and sign it off; return the jobs' ids."""
+def bury_worker(connection: Redis, name: str, *, begun: Collection[str] | None = None) -> list[str]:
+    """Hand back what a dead worker held, at once, and sign it off; return the jobs' ids.
+
+    Args:
+        begun: executions that had begun; the death is charged to their jobs only. None where
+            nobody knows: then to all.
+    """
     worker = keys.rq_worker(name)
     script_keys = [
         worker,
@@ -482,4 +487,5 @@ def bury_worker(connection: Redis, name: str) -> list[str]:
         f"{keys.RQ}:workers",
         keys.worker_card(name),
     ]
-    return [job_id.decode() for job_id in Scripts(connection).call("bury", script_keys, [])]
+    args = [] if begun is None else ["1", *begun]
+    return [job_id.decode() for job_id in Scripts(connection).call("bury", script_keys, args)]

@@ -79,8 +79,9 @@ class EngineGenerator:
             return
         with self._lock:
             self._cancelled.update(self._preparing.intersection(execution_ids))
-        self._engine.cancel(execution_ids)
+        # First: what leaves the waiting room after this is known to the engine before its cancel.
         self._waiting_room.drop(execution_ids)
+        self._engine.cancel(execution_ids)
 
     def watch(self, execution_ids: Iterable[str]) -> None:
         """Stream these from now on."""

@@ -6,6 +6,7 @@ Never imports MLX: a Metal out-of-memory abort cannot be caught in the process i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import logging
@@ -27,6 +28,7 @@ from redis.exceptions import RedisError
 from queue_service.broker import bury_worker
 from queue_service.connection import connect
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
+from workers.begun import begun_file
 from workers.child_settings import ChildSettings
 from workers.exits import EXIT_CONFIGURATION, EXIT_OK
 
@@ -68,6 +70,7 @@ class Supervisor:
         self._fatal: QsvcError | None = None
         # Before that, a worker of this name that is listed may be somebody else's.
         self._is_registered = False
+        self._begun: frozenset[str] | None = None
         self._stall = _StallWatch(settings.worker.engine_stall_seconds)
         self._awake = _KeepAwake()
 
@@ -109,6 +112,13 @@ class Supervisor:
     def _run_once(self) -> int:
         self._stall.restart()
         self._is_registered = False
+        with begun_file(self._settings.worker.most_with_engine) as begun:
+            number = None if begun is None else begun.number
+            code = self._watch(self._start(number))
+            self._begun = None if begun is None else begun.read()
+        return code
+
+    def _start(self, begun_number: int | None) -> subprocess.Popen[str]:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self._log_path.open("ab")) if self._log_path else None
             child = subprocess.Popen(
@@ -118,11 +128,17 @@ class Supervisor:
                 stderr=log,
                 text=True,
                 start_new_session=True,
+                pass_fds=() if begun_number is None else (begun_number,),
             )
         assert child.stdin is not None
+        settings = dataclasses.replace(self._settings, begun_file=begun_number)
         with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(self._settings.to_json() + "\n")
+            child.stdin.write(settings.to_json() + "\n")
             child.stdin.flush()
+        return child
+
+    def _watch(self, child: subprocess.Popen[str]) -> int:
+        assert child.stdin is not None
         self._child = child
         reader = threading.Thread(target=self._read_reports, args=(child,), daemon=True)
         reader.start()
@@ -174,7 +190,7 @@ class Supervisor:
         """Hand the dead child's jobs back at once instead of waiting for their leases."""
         try:
             with contextlib.closing(connect(self._settings.redis)) as connection:
-                jobs = bury_worker(connection, self._settings.name)
+                jobs = bury_worker(connection, self._settings.name, begun=self._begun)
             if jobs:
                 logger.warning("jobs of the dead worker put back jobs=%d", len(jobs))
         except (RedisError, QsvcError) as error:

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "delete": "cli.delete_command",
     "dead": "cli.dead_command",
     "cache": "cli.cache_command",
+    "doctor": "cli.doctor_command",
     "dashboard": "cli.dashboard_command",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -44,6 +45,11 @@ def server(redis_url: str | None) -> Iterator[Redis]:
         raise unavailable(settings.url, error) from error
     finally:
         connection.close()
+
+
+def has_worker_packages() -> bool:
+    """Whether this machine has what running a model needs; nothing is imported to tell."""
+    return importlib.util.find_spec("mlx_lm") is not None
 
 
 def say(text: str) -> None:

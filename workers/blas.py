@@ -21,6 +21,10 @@ _PACKAGED = (
 _SYSTEM = "libopenblas.so.0"
 _FORTRAN = "libgfortran.so.5"
 _TRIAL_SECONDS = 30
+NO_BLAS = (
+    "BLAS: no usable OpenBLAS, float32 on this CPU will be about 20 times slower than it could "
+    "be; pip install ngsolve-openblas, or install the system's (Debian: libopenblas0-pthread)"
+)
 _ROW_MAJOR, _NO_TRANSPOSE = 101, 111
 
 
@@ -35,8 +39,8 @@ def load_blas(threads: int | None = None) -> str | None:
             OpenBLAS spins and slows down badly when it has every core of a busy machine.
 
     Returns:
-        One line for the log: the library and its threads, or what to install when none works.
-        None where MLX has a fast BLAS of its own (anything but Linux).
+        One line for the log: the library and its threads, or NO_BLAS when none works. None where
+        MLX has a fast BLAS of its own (anything but Linux).
 
     Raises:
         ConfigurationError: MLX is imported already, so its BLAS is bound, or ``threads`` < 1.
@@ -54,10 +58,7 @@ def load_blas(threads: int | None = None) -> str | None:
         if _survives(library):
             blas = _open(library, mode=ctypes.RTLD_GLOBAL)
             return f"BLAS: {library}, {blas.openblas_get_num_threads()} threads"
-    return (
-        "BLAS: no usable OpenBLAS, float32 on this CPU will be about 20 times slower than it could "
-        "be; pip install ngsolve-openblas, or install the system's (Debian: libopenblas0-pthread)"
-    )
+    return NO_BLAS
 
 
 def _candidates() -> Iterator[str]:

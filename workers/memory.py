@@ -50,6 +50,14 @@ class MemoryPlan:
 def plan_memory(*, model_bytes: int, kv_bytes: int | None) -> MemoryPlan:
     """Divide what the device has between the model, keys and values, and the rest.
 
+    See `divide_memory`.
+    """
+    return divide_memory(device_limit(), model_bytes=model_bytes, kv_bytes=kv_bytes)
+
+
+def divide_memory(limit_bytes: int, *, model_bytes: int, kv_bytes: int | None) -> MemoryPlan:
+    """Divide what may be used between the model, keys and values, and the rest.
+
     Args:
         model_bytes: what the weights take.
         kv_bytes: what was asked for keys and values; None takes most of what is left.
@@ -57,17 +65,17 @@ def plan_memory(*, model_bytes: int, kv_bytes: int | None) -> MemoryPlan:
     Raises:
         ConfigurationError: the model and what was asked do not fit.
     """
-    limit = device_limit()
-    left = limit - model_bytes
+    left = limit_bytes - model_bytes
     if kv_bytes is None:
         kv_bytes = int(left * _KV_SHARE)
     if kv_bytes <= 0 or kv_bytes > left:
         raise ConfigurationError(
             f"the model takes {_mb(model_bytes)} and its rows would take {_mb(max(kv_bytes, 0))} "
-            f"of the {_mb(limit)} that may be used here; choose a smaller --kv-memory or model"
+            f"of the {_mb(limit_bytes)} that may be used here; choose a smaller --kv-memory or "
+            "model"
         )
     prefix_bytes = kv_bytes // _PREFIX_SHARE
-    return MemoryPlan(limit, model_bytes, kv_bytes - prefix_bytes, prefix_bytes)
+    return MemoryPlan(limit_bytes, model_bytes, kv_bytes - prefix_bytes, prefix_bytes)
 
 
 def device_limit() -> int:
@@ -86,6 +94,14 @@ def device_limit() -> int:
             "MLX does not say how much memory this GPU has; it cannot be shared out safely"
         )
     return int(min(size, info.get("free_memory", size)) * _USABLE_ON_GPU)
+
+
+def describe_device() -> str:
+    """Return where MLX computes, for a person: ``the CPU (AMD EPYC)``."""
+    info: Any = mx.device_info()
+    kind = "CPU" if mx.default_device() == mx.Device(mx.cpu) else "GPU"
+    name = info.get("device_name")
+    return f"the {kind} ({name})" if name else f"the {kind}"
 
 
 def apply_limits(plan: MemoryPlan) -> None:

@@ -74,8 +74,8 @@ def load_model(name: str, *, dtype: str = "auto") -> LoadedModel:
         ModelUnavailable: it cannot be found or loaded; says what was tried and what to do.
         ConfigurationError: ``dtype`` is none of DTYPES.
     """
-    wanted = _wanted_dtype(dtype)
-    path = _find(name)
+    wanted = wanted_dtype(dtype)
+    path = find_model(name)
     sampling_defaults = SamplingDefaults()
     with _explained(f"cannot load {name} from {path} (wanted: {_WANTED})"):
         if path.is_dir():
@@ -93,23 +93,24 @@ def load_model(name: str, *, dtype: str = "auto") -> LoadedModel:
             vocab_size=vocab_size,
             context_length=context_length,
             eos_token_ids=frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size),
-            dtype=_describe_dtype(model),
-            device=_device(),
+            dtype=describe_dtype(model),
+            device=device_kind(),
             digest=_digest(path),
         )
     return LoadedModel(model, tokenizer, info, sampling_defaults)
 
 
-def _device() -> str:
+def device_kind() -> str:
+    """Return ``cpu`` or ``gpu``: where MLX computes."""
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
 
 
-def _wanted_dtype(dtype: str) -> mx.Dtype | None:
+def wanted_dtype(dtype: str) -> mx.Dtype | None:
     """Return the dtype to give the weights, None to leave them as stored."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if dtype == "auto":
-        return mx.float32 if _device() == "cpu" else None
+        return mx.float32 if device_kind() == "cpu" else None
     return _DTYPES.get(dtype)
 
 
@@ -124,8 +125,15 @@ def _explained(failure: str) -> Iterator[None]:
         raise ModelUnavailable(f"{failure}: {str(exc) or type(exc).__name__}") from exc
 
 
-def _find(name: str) -> Path:
-    """Return the ``.gguf`` file or the folder that ``name`` means, fetching it if it must be."""
+def find_model(name: str, *, may_fetch: bool = True) -> Path:
+    """Return the ``.gguf`` file or the folder that ``name`` means, fetching it if it must be.
+
+    Args:
+        may_fetch: ask Hugging Face for what is not on this machine.
+
+    Raises:
+        ModelUnavailable: there is none; says what was tried and what to do.
+    """
     if name == DEMO_MODEL:
         return demo_file()
     path = Path(name).expanduser()
@@ -135,6 +143,15 @@ def _find(name: str) -> Path:
         raise ModelUnavailable(f"cannot load {name}: it is neither a folder nor a .gguf file")
     if path.is_absolute() or path.suffix == ".gguf" or len(path.parts) > 2 or name[0] in ".~":
         raise ModelUnavailable(f"cannot load {name}: there is no such file or folder")
+    if not may_fetch:
+        try:
+            return Path(snapshot_download(name, local_files_only=True))
+        except Exception as exc:  # the library's, for names that cannot be as well
+            raise ModelUnavailable(
+                f"{name} is not on this machine: no folder of that name is here, and it is not in "
+                f"Hugging Face's cache; check the name (a worker fetches it when it starts, and so "
+                f"does `hf download {name}`)"
+            ) from exc
     with _explained(
         f"cannot fetch {name}: no folder of that name is here, and Hugging Face gave no such model "
         f"(check the name and the connection, or name a local folder, a .gguf file or {DEMO_MODEL})"
@@ -164,13 +181,13 @@ def _load_folder(folder: Path, dtype: mx.Dtype | None) -> tuple[Module, Tokenize
     )
     model, wrapper, config = loaded
     if dtype is not None:
-        _make_dense(model, dtype)
+        make_dense(model, dtype)
     tokenizer = Tokenizer(
         wrapper._tokenizer,
         eos_token_ids=wrapper.eos_token_ids,
         apply_chat_template=wrapper.apply_chat_template if wrapper.has_chat_template else None,
     )
-    return model, tokenizer, _context_length(config, wrapper.model_max_length)
+    return model, tokenizer, stated_context(config, wrapper.model_max_length)
 
 
 def _sampling_defaults(folder: Path) -> SamplingDefaults:
@@ -183,7 +200,7 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(**{n: wishes[n] for n in names if wishes.get(n) is not None})
 
 
-def _make_dense(model: Module, dtype: mx.Dtype) -> None:
+def make_dense(model: Module, dtype: mx.Dtype) -> None:
     """Dequantise the weights of ``model`` in float32, then cast them to ``dtype``."""
     model.set_dtype(mx.float32)
     dequantize_model(model)
@@ -205,7 +222,8 @@ def _is_floating(array: mx.array) -> bool:
     return mx.issubdtype(array.dtype, mx.floating)
 
 
-def _context_length(config: Mapping[str, Any], tokenizer_limit: float) -> int:
+def stated_context(config: Mapping[str, Any], tokenizer_limit: float | None) -> int:
+    """Return the tokens of prompt and answer that a model's files allow together."""
     text_config = {**config, **config.get("text_config", {})}
     stated = [text_config.get(key) for key in _CONTEXT_KEYS]
     limits = [limit for limit in (*stated, tokenizer_limit) if limit]
@@ -213,7 +231,8 @@ def _context_length(config: Mapping[str, Any], tokenizer_limit: float) -> int:
     return int(min([*limits, _UNSTATED_CONTEXT_LENGTH]))
 
 
-def _describe_dtype(model: Module) -> str:
+def describe_dtype(model: Module) -> str:
+    """Return the type of activations, and the bits of weights that are quantised."""
     kinds = Counter(array.dtype for _, array in _parameters(model) if _is_floating(array))
     dtype = str(kinds.most_common(1)[0][0]).removeprefix("mlx.core.")
     modules: Any = model.named_modules()  # type: ignore[no-untyped-call]

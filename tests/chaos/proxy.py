@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 16
@@ -21,6 +21,7 @@ class Proxy:
         server_path: the server's socket.
         latency_seconds: each chunk, either way, is late by a random time between these two.
         break_probability: that a chunk is dropped and its connection with it.
+        change: what becomes of each chunk, either way.
 
     Attributes:
         num_broken: connections broken so far.
@@ -33,11 +34,13 @@ class Proxy:
         *,
         latency_seconds: tuple[float, float] = (0.0, 0.0),
         break_probability: float = 0.0,
+        change: Callable[[bytes], bytes] = lambda chunk: chunk,
         seed: int = 1,
     ) -> None:
         self._server_path = server_path
         self._latency_seconds = latency_seconds
         self.break_probability = break_probability
+        self._change = change
         self._random = random.Random(seed)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -95,7 +98,7 @@ class Proxy:
                 if breaks:
                     break
                 time.sleep(late_by)
-                target.sendall(chunk)
+                target.sendall(self._change(chunk))
         except OSError:
             pass  # the other direction ended the connection
         self._drop(source, target)

@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "dead": "cli.dead_command",
     "cache": "cli.cache_command",
     "doctor": "cli.doctor_command",
+    "fit": "cli.fit_command",
     "dashboard": "cli.dashboard_command",
 }
 

@@ -149,14 +149,17 @@ class Family:
     extractable: bool = True
     remark: str = ""
 
+    @property
+    def full_config(self) -> dict[str, Any]:
+        """The configuration as a model's config.json would have it."""
+        config = {"model_type": self.module or self.name, **_COMMON, **self.config}
+        return {**config, "text_config": config} if self.text else config
+
     def build(self) -> Module:
         """Return a model with random weights, the same ones every time, evaluated."""
         module: Any = import_module(f"mlx_lm.models.{self.module or self.name}")
         mx.random.seed(0)
-        config = {"model_type": self.module or self.name, **_COMMON, **self.config}
-        if self.text:
-            config = {**config, "text_config": config}
-        model: Module = module.Model(module.ModelArgs.from_dict(config))
+        model: Module = module.Model(module.ModelArgs.from_dict(self.full_config))
         # Zeros hide what a layer does: sinks, gates, biases, whole experts.
         weights: Any = model.parameters()  # type: ignore[no-untyped-call]
         model.update(tree_map(_without_zeros, weights))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -49,7 +50,6 @@ class Scripts:
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        self._sources = {name: _source(name) for name in self.NAMES}
         self._digests: dict[str, str] = {}
 
     def call(self, name: str, keys: Sequence[str], args: Sequence[Arg]) -> Any:
@@ -104,13 +104,15 @@ class Scripts:
         return replies
 
     def _load(self, name: str) -> str:
-        digest = hashlib.sha1(self._sources[name].encode(), usedforsecurity=False).hexdigest()
-        self._connection.script_load(self._sources[name])
+        source = _source(name, keys.RQ)
+        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        self._connection.script_load(source)
         self._digests[name] = digest
         return digest
 
 
-def _source(name: str) -> str:
+@functools.cache
+def _source(name: str, prefix: str) -> str:
     folder = resources.files("queue_service") / "lua"
     parts = [(folder / f"{part}.lua").read_text("utf-8") for part in ("common", name)]
-    return "\n".join(parts).replace("@RQ@", keys.RQ)
+    return "\n".join(parts).replace("@RQ@", prefix)

@@ -216,6 +216,8 @@ class Feeder:
         return Endpoint.CHAT
 
     def _await_room(self, connection: Redis, waiting: int, should_stop: Callable[[], bool]) -> None:
+        if waiting < self._options.submit.window_lines:
+            return
         batches = Batches(connection)
         while waiting >= self._options.submit.window_lines and not should_stop():
             time.sleep(_ROOM_POLL_SECONDS)

@@ -74,8 +74,7 @@ local function start(id, jk, sent, f, wip, queue_index)
   end
   -- Only stock tools queue a line that its batch counts as ended.
   if f.qsvc_batch and f.ended_at then reopen_line(batch_key(f.qsvc_batch), f.qsvc_line or '') end
-  redis.call('HSET', ek, 'id', ex, 'job_id', id, 'created_at', now_text, 'last_heartbeat',
-    now_text, 'worker_name', worker)
+  redis.call('HSET', ek, 'created_at', now_text, 'last_heartbeat', now_text, 'worker_name', worker)
   redis.call('ZADD', executions, index_end, ex)
   held[#held + 1] = composite
   local set = {'status', 'started', 'started_at', iso, 'last_heartbeat', iso, 'worker_name',
@@ -93,10 +92,9 @@ local function start(id, jk, sent, f, wip, queue_index)
     also('qsvc_alone', '')
   end
   if f.qsvc_write then also('qsvc_write', 0) end
-  -- Stock RQ tools fail an abandoned job that has no retries left. The budget is filled up at
-  -- every claim: how often a job may lose its worker is ours to count.
-  if not is_set(f.retries_left) or f.qsvc_auto_retry == '1' then
-    also('retries_left', 2)
+  -- The budget is filled up at every claim; that of a new line is full.
+  if f.qsvc_auto_retry == '1' and f.retries_left ~= AUTO_RETRIES or not is_set(f.retries_left) then
+    also('retries_left', AUTO_RETRIES)
     also('enqueue_at_front_on_retry', 1)
     also('qsvc_auto_retry', 1)
   end

@@ -140,22 +140,24 @@ local function finish_one(payload, outcome_of, composite, is_held, has_followers
     redis.call('DEL', jk, results)
     return 'ok'
   end
-  local set = {'status', status, 'ended_at', iso, 'last_heartbeat', iso, 'qsvc_settled', outcome}
-  if done then set[9], set[10] = 'qsvc_done', done end
+  local set = {'status', status, 'ended_at', iso, 'qsvc_settled', outcome}
+  if done then set[7], set[8] = 'qsvc_done', done end
   redis.call('HSET', jk, unpack(set))
   if keep ~= 0 or needs_care then
-    local entry = {'type', status == 'finished' and 1 or 2, 'worker_name', worker,
+    local entry = {'*', 'type', status == 'finished' and 1 or 2, 'worker_name', worker,
       'execution_id', ex, 'execution_started_at', start, 'execution_ended_at', finish,
       status == 'finished' and 'return_value' or 'exc_string', payload}
     if err ~= '' then
       entry[#entry + 1] = 'qsvc_error'
       entry[#entry + 1] = err
     end
-    local added = redis.pcall('XADD', results, 'MAXLEN', '~', 10, '*', unpack(entry))
+    local added = ended_before
+      and redis.pcall('XADD', results, 'MAXLEN', '~', 10, unpack(entry))
+      or redis.pcall('XADD', results, unpack(entry))
     if type(added) == 'table' and added.err then
       -- Somebody put another type there. Half of this script has run: the result must go in.
       redis.call('DEL', results)
-      redis.call('XADD', results, '*', unpack(entry))
+      redis.call('XADD', results, unpack(entry))
     end
   end
   local registry = status == 'finished' and into_finished or into_failed

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from queue_service import batch_file
 from queue_service.batch_file import (
     BatchLine,
     digest_file,
@@ -306,6 +307,18 @@ def test_lines_beyond_the_limit_are_refused_and_keep_their_ids() -> None:
     assert isinstance(error, LineError)
     assert (error.line, error.custom_id) == (4, "c")
     assert "more than 2 requests" in error.message
+
+
+@pytest.mark.parametrize("room_chars", [0, 300, 2**22])
+def test_an_id_used_twice_is_found_wherever_the_ids_are_kept(
+    monkeypatch: pytest.MonkeyPatch, room_chars: int
+) -> None:
+    monkeypatch.setattr(batch_file, "_FIRST_IDS_CHARS", room_chars)
+    items = read(jsonl(*(line(name) for name in "abcdeaebf")))
+    errors = {item.line: item.message for item in items if isinstance(item, LineError)}
+    assert sorted(errors) == [6, 7, 8]
+    for number, first in ((6, 1), (7, 5), (8, 2)):
+        assert errors[number].endswith(f"was used on line {first}")
 
 
 # Memory

@@ -108,7 +108,10 @@ def _show(found: Sequence[Diagnosis]) -> None:
 
 
 def _table(found: Iterable[Diagnosis]) -> Table:
-    table = Table("", "", "found", "what to do", box=None, padding=(0, 2, 0, 0))
+    table = Table("", "", box=None, padding=(0, 2, 0, 0))
+    # Paths are broken, not cut.
+    table.add_column("found", overflow="fold")
+    table.add_column("what to do", overflow="fold")
     for one in found:
         word = _word(one.finding)
         table.add_row(f"[{_COLOURS[word]}]{word}[/]", one.area, *map(_escaped, _texts(one)))

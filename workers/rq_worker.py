@@ -36,10 +36,11 @@ from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
 from queue_service.sweeper import Sweeper
 from workers.aftercare import Aftercare
+from workers.claim_pace import ClaimPace
 from workers.errors import Stopped, TimedOut
 from workers.outcomes import OutcomeWriter
 from workers.preparation import timeout_seconds
-from workers.requests import Refused, Result
+from workers.requests import Generated, Refused, Result
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ _SERVER_AWAY = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryErro
 _WORKER_KEEP_SECONDS = 90
 _IDLE_POLL_SECONDS = 0.05
 _BUSY_POLL_SECONDS = 0.02
-_FINISH_CHUNK = 64
+_FINISH_CHUNK = 128
+# Where jobs end fast, what ends meanwhile is written and replaced together.
+_GATHER_SECONDS = 0.01
 _SCHEDULE_SECONDS = 1.0
 _LISTEN_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.2
@@ -95,7 +98,10 @@ class ResultQueue:
     def put(self, result: Result) -> None:
         """Deliver a result; any thread may call it."""
         self._results.put(result)
-        self.wake.set()
+        # Whoever clears it looks for results after that, so one that finds it set need not wait
+        # for its lock.
+        if not self.wake.is_set():
+            self.wake.set()
 
     def take_all(self) -> list[Result]:
         """Return what has been delivered."""
@@ -180,6 +186,7 @@ class BatchWorker(BaseWorker):
         self._running: dict[str, Claimed] = {}
         self._deadlines: dict[str, float] = {}
         self._unsaved: list[tuple[Claimed, Result]] = []
+        self._pace = ClaimPace(settings.claim_ahead, clock)
         self._commands: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._stop_level = 0
         self._stop_at: float | None = None
@@ -351,6 +358,9 @@ class BatchWorker(BaseWorker):
         # Before the commit: the new jobs are prepared while the server writes the old ones' ends.
         looked = self._claim()
         self._commit()
+        if self._pace.is_fast:
+            time.sleep(_GATHER_SECONDS)
+            return True
         if looked:
             return True
         if burst and not is_busy:
@@ -385,8 +395,13 @@ class BatchWorker(BaseWorker):
         return len(self._running) + len(self._unsaved)
 
     def _claim(self) -> int:
-        room = self._settings.slots + self._settings.claim_ahead - len(self._running)
-        if room <= 0 or self._suspended or self._suspects or self._is_suspect_at_work():
+        room = self._settings.slots + self._pace.ahead - len(self._running)
+        if (
+            room < self._pace.at_once
+            or self._suspended
+            or self._suspects
+            or self._is_suspect_at_work()
+        ):
             return 0
         claimed, looked = self._broker.claim(room, crash_retries=self._settings.crash_retries)
         if not claimed:
@@ -423,11 +438,14 @@ class BatchWorker(BaseWorker):
             self._generator.submit([suspect])
 
     def _collect(self) -> None:
+        num_answered = 0
         for result in self._results.take_all():
             claimed = result.claimed
             if self._running.pop(claimed.execution_id, None) is not None:
                 self._deadlines.pop(claimed.execution_id, None)
                 self._unsaved.append((claimed, result))
+                num_answered += isinstance(result, Generated)
+        self._pace.note(num_answered)
 
     def _commit(self) -> None:
         while self._unsaved:

@@ -18,6 +18,10 @@ for _, composite in ipairs(redis.call('SMEMBERS', wex)) do
     if held == 1 and f[1] == 'started' and f[3] == ex then
       if ARGV[1] == '1' and not begun[ex] then
         redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
+        -- What it would have gone on with is left to the next one.
+        if redis.call('EXISTS', 'qsvc:progress:' .. id .. ':' .. ex) == 1 then
+          redis.call('HSET', jk, 'qsvc_resume', ex)
+        end
       end
       redis.call('HSET', jk, 'status', 'queued', 'started_at', '', 'worker_name', '')
       back[#back + 1] = {RQ .. ':queue:' .. f[2], id}

@@ -177,7 +177,10 @@ def read_lines(
             yield reader.read(line, raw)
 
 
-def __init__(self, ids: _CustomIds, max_lines: int | None) -> None:
+class _LineReader:
+    """Checks the lines of one file; remembers what they must agree on."""
+
+    def __init__(self, ids: _CustomIds, max_lines: int | None) -> None:
         self._ids = ids
         self._max_lines = max_lines
         self._num_lines = 0

@@ -159,6 +159,7 @@ class Publication:
     Attributes:
         number: rises with each publication of the execution; one sent twice is applied once.
         progress: elements for the progress list.
+        is_new: the list begins with them, whatever an earlier execution has left.
         entries: flat field lists (name, value, …) of stream entries.
     """
 
@@ -166,6 +167,7 @@ class Publication:
     number: int
     progress: Sequence[bytes]
     entries: Sequence[Sequence[str]]
+    is_new: bool = False
 
 
 class Broker:
@@ -351,7 +353,7 @@ class Broker:
             claimed = publication.claimed
             composite = f"{claimed.job_id}:{claimed.execution_id}"
             args: list[Arg] = [composite, publication.number, keep_seconds]
-            args += [len(publication.progress), *publication.progress]
+            args += [int(publication.is_new), len(publication.progress), *publication.progress]
             for entry in publication.entries:
                 args += [len(entry), *entry]
             script_keys = [

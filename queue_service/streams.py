@@ -47,7 +47,7 @@ def read_text(
     """
     result = read_job(connection, job_id)
     last_id, attempt, num_tokens = b"0-0", 0, 0
-    seen = ""
+    text = _Text()
     watch_at = clock()
     while True:
         if not result.has_ended and clock() >= watch_at:
@@ -59,27 +59,54 @@ def read_text(
             for entry_id, fields in entries:
                 last_id = entry_id
                 if b"e" in fields:
-                    yield from _rest(connection, job_id, seen)
+                    yield from _rest(connection, job_id, text.shown)
                     yield _end(fields)
                     return
                 entry_attempt, first = int(fields.get(b"a", 1)), int(fields.get(b"i", 0))
-                restarted = entry_attempt > attempt and bool(seen) and first == 0
                 if entry_attempt > attempt:
                     attempt, num_tokens = entry_attempt, first
+                    if first == 0:
+                        text.begin_again()
                 if entry_attempt < attempt or first < num_tokens or fields.get(b"c", b"0") != b"0":
                     continue
                 num_tokens = first
-                text = fields[b"t"].decode("utf-8", "replace")
-                seen = text if restarted else seen + text
-                yield TextChunk(text, restarted)
+                yield from text.add(fields[b"t"].decode("utf-8", "replace"))
         if replies:
             continue
         if result.has_ended:
             # It ended without a stream, or its stream has expired: the result holds the text.
-            yield from _rest(connection, job_id, seen)
+            yield from _rest(connection, job_id, text.shown)
             yield _end_of(result)
             return
         result = read_job(connection, job_id)
+
+
+class _Text:
+    """What a reader was shown. A worker that takes over may tell all from the start once more."""
+
+    def __init__(self) -> None:
+        self.shown = ""
+        self._again: str | None = None  # what was told anew, as long as it is nothing new
+
+    def begin_again(self) -> None:
+        """What comes now is told from its start."""
+        self._again = "" if self.shown else None
+
+    def add(self, text: str) -> Iterator[TextChunk]:
+        """Yield what is new of the next piece of text."""
+        if self._again is None:
+            self.shown += text
+            yield TextChunk(text)
+            return
+        self._again += text
+        if self._again.startswith(self.shown):
+            rest = self._again[len(self.shown) :]
+            self.shown, self._again = self._again, None
+            if rest:
+                yield TextChunk(rest)
+        elif not self.shown.startswith(self._again):
+            self.shown, self._again = self._again, None
+            yield TextChunk(self.shown, restarted=True)
 
 
 def _end(fields: Mapping[bytes, bytes]) -> StreamEnd:

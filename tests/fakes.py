@@ -69,7 +69,7 @@ class FakeEngine:
 
     def add(self, requests: Iterable[RowRequest]) -> None:
         for request in requests:
-            self.rows[request.row_id] = _Row(request)
+            self.rows[request.row_id] = _Row(request, len(request.generated_ids))
 
     def remove(self, row_ids: Iterable[str]) -> None:
         for row_id in row_ids:

@@ -147,12 +147,16 @@ class BatchEngine:
                 continue
             prompt = list(request.prompt_ids)
             rules = RowRules.of_row(request.rules, sorted(request.stop_ids), prompt)
-            self._rows[request.row_id] = row = _Row(request, prompt, rules)
+            if rules is not None:
+                for token_id in request.generated_ids:
+                    rules.push(token_id)
+            row = _Row(request, [*prompt, *request.generated_ids], rules)
+            self._rows[request.row_id] = row
             self._schedule(row)
             # What is kept at the end holds the prompt too, where a part of it can be had.
             keep = () if request.keeps_answer and self._runner.is_sliceable else request.keep
             self._prefixes.add(
-                request.row_id, request.prompt_ids, keep=keep, is_sibling=request.is_sibling
+                request.row_id, tuple(row.tokens), keep=keep, is_sibling=request.is_sibling
             )
 
     def remove(self, row_ids: Iterable[str]) -> None:
@@ -427,10 +431,11 @@ class BatchEngine:
 
     def _refusal(self, request: RowRequest) -> Exception | None:
         # The preparer has checked it; an id outside the vocabulary would end the process.
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocab_size:
-            return ValueError("a prompt token is outside the vocabulary")
-        if not self._scheduler.fits_alone(len(request.prompt_ids)):
-            return self._too_long(len(request.prompt_ids) + 1)
+        tokens = (*request.prompt_ids, *request.generated_ids)
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            return ValueError("a token of the prompt is outside the vocabulary")
+        if not self._scheduler.fits_alone(len(tokens)):
+            return self._too_long(len(tokens) + 1)
         return None
 
     def _too_long(self, num_tokens: int) -> InsufficientMemory:

@@ -65,6 +65,8 @@ class RowRequest:
         keep: after so many tokens of the prompt its keys and values are kept for later prompts.
         keeps_answer: so are those of prompt and answer, for a chat that goes on.
         is_sibling: another choice of the request, added before, has the same prompt.
+        generated_ids: tokens of the answer that an earlier row has generated, fewer than the
+            limit: the row goes on after them as if it had generated them itself.
     """
 
     row_id: str
@@ -79,6 +81,7 @@ class RowRequest:
     keep: tuple[int, ...] = ()
     keeps_answer: bool = False
     is_sibling: bool = False
+    generated_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from workers.answer import AnswerDecoder, ChoiceBuilder
 from workers.answer_forms import Piece
-from workers.engine import Begun, Engine, Failed, Kept, Token
+from workers.engine import Begun, Engine, Failed, Kept, RowRequest, Token, TokenLogprobs
 from workers.requests import Generated, PreparedRequest
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,21 @@ class Sink(Protocol):
     def begin(self, request: PreparedRequest) -> None:
         """A request is about to run."""
 
+    def resume(
+        self, execution_id: str, choice: int, token_ids: Sequence[int], pieces: Sequence[Piece]
+    ) -> None:
+        """A choice begins with tokens of an earlier execution, and what had become certain."""
+
+    def note_cached(self, execution_id: str, num_tokens: int) -> None:
+        """So many tokens of a request's prompts were not computed, all told so far."""
+
     def advance(
-        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+        self,
+        execution_id: str,
+        choice: int,
+        token_id: int,
+        pieces: Sequence[Piece],
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """A choice has one token more, or NO_TOKEN; the pieces became certain with it."""
 
@@ -56,10 +69,19 @@ class _Job:
     builders: list[ChoiceBuilder]
     cached_tokens: int = 0
 
-    def note_cached(self, choice: int, num_tokens: int) -> None:
-        """Count what a prompt had from others, once however many choices it has."""
-        if choice % self.request.choices_per_prompt == 0:
+    def note_cached(self, choice: int, num_tokens: int) -> bool:
+        """Count what a prompt had from others, once however many choices it has.
+
+        A request that goes on has the count of its first execution.
+        """
+        is_counted = (
+            num_tokens > 0
+            and self.request.resumed is None
+            and choice % self.request.choices_per_prompt == 0
+        )
+        if is_counted:
             self.cached_tokens += num_tokens
+        return is_counted
 
     @property
     def row_ids(self) -> list[str]:
@@ -158,7 +180,8 @@ class GenerationThread:
             if job is None:
                 continue
             if isinstance(event, Begun):
-                job.note_cached(choice, event.cached_tokens)
+                if job.note_cached(choice, event.cached_tokens):
+                    self._sink.note_cached(job.request.execution_id, job.cached_tokens)
                 continue
             if isinstance(event, Failed):
                 self._fail(parts.engine, job, event.error)
@@ -203,21 +226,51 @@ class GenerationThread:
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting.pop(0)
             try:
-                rows = request.rows(parts.decoder)
-                builders = [self._builder(parts, request, i) for i in range(len(rows))]
+                rows, builders, said = self._make_ready(parts, request)
             except Exception as error:  # one request's matcher or text: the others go on
+                if request.resumed is not None:
+                    logger.warning(
+                        "a job begins anew execution=%s (%s)", request.execution_id, error
+                    )
+                    self._waiting.insert(0, replace(request, resumed=None))
+                    continue
                 logger.exception("a request cannot begin execution=%s", request.execution_id)
                 self._sink.begin(request)
                 self._sink.fail(request.execution_id, error)
                 continue
             job = _Job(request, builders)
+            if request.resumed is not None:
+                job.cached_tokens = request.resumed.header.cached_tokens
             self._jobs[request.execution_id] = job
             self._sink.begin(request)
-            for choice, (row, builder) in enumerate(zip(rows, builders, strict=True)):
-                self._rows[row.row_id] = (job, choice)
-                if pieces := builder.begin():
+            for choice, pieces in enumerate(said):
+                if generated := request.generated(choice):
+                    self._sink.resume(request.execution_id, choice, generated, pieces)
+                elif pieces:
                     self._sink.advance(request.execution_id, choice, NO_TOKEN, pieces)
-            parts.engine.add(rows)
+            going_on = [
+                (row, choice) for choice, row in enumerate(rows) if not builders[choice].has_ended
+            ]
+            self._rows.update((row.row_id, (job, choice)) for row, choice in going_on)
+            parts.engine.add([row for row, _ in going_on])
+            if not going_on:  # it was lost after its last token
+                self._end(job)
+
+    def _make_ready(
+        self, parts: EngineParts, request: PreparedRequest
+    ) -> tuple[list[RowRequest], list[ChoiceBuilder], list[list[Piece]]]:
+        """Return rows and builders of a request, and what is certain of each choice already."""
+        rows = request.rows(parts.decoder)
+        builders = [self._builder(parts, request, choice) for choice in range(len(rows))]
+        said = []
+        for choice, (row, builder) in enumerate(zip(rows, builders, strict=True)):
+            pieces = builder.begin()
+            scores = request.resumed.scores.get(choice, ()) if request.resumed is not None else ()
+            for index, token_id in enumerate(row.generated_ids):
+                logprobs = TokenLogprobs(*scores[index]) if scores else None
+                pieces += builder.push(Token(row.row_id, token_id, logprobs))
+            said.append(pieces)
+        return rows, builders, said
 
     @staticmethod
     def _builder(parts: EngineParts, request: PreparedRequest, choice: int) -> ChoiceBuilder:
@@ -236,16 +289,23 @@ class GenerationThread:
         num_before = builder.num_tokens
         pieces = builder.push(token)
         # What ends a choice without being part of it is no token of the answer.
-        token_id = token.token_id if builder.num_tokens > num_before else NO_TOKEN
-        self._sink.advance(job.request.execution_id, choice, token_id, pieces)
+        if builder.num_tokens > num_before:
+            self._sink.advance(
+                job.request.execution_id, choice, token.token_id, pieces, token.logprobs
+            )
+        else:
+            self._sink.advance(job.request.execution_id, choice, NO_TOKEN, pieces)
         if not builder.has_ended:
             return
         del self._rows[token.row_id]
         engine.remove([token.row_id])
         if job.has_ended:
-            del self._jobs[job.request.execution_id]
-            choices = [one.choice() for one in job.builders]
-            self._sink.end(Generated(job.request, choices, job.cached_tokens))
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        del self._jobs[job.request.execution_id]
+        choices = [one.choice() for one in job.builders]
+        self._sink.end(Generated(job.request, choices, job.cached_tokens))
 
     def _fail(self, engine: Engine, job: _Job, error: Exception) -> None:
         self._remove(engine, job)

@@ -6,10 +6,7 @@ while Redis is away the buffers grow, by no more than the rows in flight can gen
 
 from __future__ import annotations
 
-import array
-import json
 import logging
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -19,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from redis.exceptions import RedisError
 
 from queue_service.broker import Broker, Publication
+from queue_service.progress import TokenScores, encode_scores, encode_tokens
 from workers.answer_forms import Piece, PieceKind
+from workers.engine import TokenLogprobs
 from workers.requests import Generated, PreparedRequest, Refused, Result
 
 logger = logging.getLogger(__name__)
@@ -81,6 +80,8 @@ class _Channel:
         unwritten: what no stream entry holds yet; nothing while nobody wants a stream.
         everything: all there is, for one who begins to watch.
         written_tokens: of each choice, the tokens whose text was taken for a stream entry.
+        unsaved_ids: of each choice, the tokens that are not in its progress yet.
+        has_header: the progress says whose it is.
     """
 
     request: PreparedRequest
@@ -90,8 +91,10 @@ class _Channel:
     everything: _Texts = field(default_factory=_Texts)
     num_tokens: defaultdict[int, int] = field(default_factory=_zeros)
     written_tokens: defaultdict[int, int] = field(default_factory=_zeros)
-    unsaved_ids: array.array[int] = field(default_factory=lambda: array.array("I"))
+    unsaved_ids: dict[int, list[int]] = field(default_factory=dict)
+    unsaved_scores: dict[int, list[TokenScores]] = field(default_factory=dict)
     has_header: bool = False
+    cached_tokens: int = 0
     number: int = 0
     in_flight: Publication | None = None
     ended: Generated | None = None
@@ -150,16 +153,39 @@ class Publisher:
         """A row is about to run."""
         due = self._clock() + self._progress_interval
         channel = _Channel(request, streaming=request.stream, next_progress=due)
+        if request.resumed is not None:
+            channel.has_header = True
+            channel.cached_tokens = request.resumed.header.cached_tokens
         with self._lock:
             self._channels[request.execution_id] = channel
 
-    def advance(
-        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+    def resume(
+        self, execution_id: str, choice: int, token_ids: Sequence[int], pieces: Sequence[Piece]
     ) -> None:
-        """A choice has one token more, or none if the id is negative; the pieces became certain.
+        """A choice begins with tokens of an earlier execution, which has written their text."""
+        with self._lock:
+            channel = self._channels[execution_id]
+            channel.num_tokens[choice] = channel.written_tokens[choice] = len(token_ids)
+            for piece in pieces:
+                channel.everything.append(piece, choice, 0)
 
-        The tokens of the first choice are kept as its progress.
-        """
+    def note_cached(self, execution_id: str, num_tokens: int) -> None:
+        """So many tokens of a request's prompts were not computed."""
+        with self._lock:
+            channel = self._channels.get(execution_id)
+            if channel is not None:
+                channel.cached_tokens = num_tokens
+                channel.has_header = False
+
+    def advance(
+        self,
+        execution_id: str,
+        choice: int,
+        token_id: int,
+        pieces: Sequence[Piece],
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        """A choice has one token more, or none if the id is negative; the pieces became certain."""
         with self._lock:
             channel = self._channels.get(execution_id)
             if channel is None:
@@ -167,8 +193,10 @@ class Publisher:
             is_first = not channel.everything.items
             if token_id >= 0:
                 channel.num_tokens[choice] += 1
-                if choice == 0:
-                    channel.unsaved_ids.append(token_id)
+                channel.unsaved_ids.setdefault(choice, []).append(token_id)
+                if logprobs is not None:
+                    scores = (logprobs.logprob, logprobs.top)
+                    channel.unsaved_scores.setdefault(choice, []).append(scores)
             for piece in pieces:
                 channel.everything.append(piece, choice, 0)
                 if channel.streaming:
@@ -275,21 +303,22 @@ class Publisher:
         if not entries and not progress:
             return None
         channel.number += 1
-        channel.in_flight = Publication(channel.request.claimed, channel.number, progress, entries)
+        is_new = channel.number == 1 and channel.request.resumed is None
+        channel.in_flight = Publication(
+            channel.request.claimed, channel.number, progress, entries, is_new=is_new
+        )
         return channel.in_flight
 
     @staticmethod
     def _take_progress(channel: _Channel) -> list[bytes]:
         elements = []
         if not channel.has_header:
-            header = {"seed": channel.request.samplings[0].seed, "v": 1}
-            elements.append(json.dumps(header).encode())
+            header = channel.request.progress_header(cached_tokens=channel.cached_tokens)
+            elements.append(header.encode())
             channel.has_header = True
-        ids = channel.unsaved_ids
-        channel.unsaved_ids = array.array("I")
-        if sys.byteorder == "big":
-            ids.byteswap()
-        elements.append(ids.tobytes())
+        elements += [encode_tokens(choice, ids) for choice, ids in channel.unsaved_ids.items()]
+        elements += [encode_scores(choice, s) for choice, s in channel.unsaved_scores.items()]
+        channel.unsaved_ids, channel.unsaved_scores = {}, {}
         return elements
 
     def _written(self, execution_id: str, *, is_ours: bool) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from queue_service.broker import Claimed
 from queue_service.payload import Encoding
+from queue_service.progress import Progress, ProgressHeader
 from queue_service.requests import Endpoint
 from queue_service.responses import Choice
 from workers.answer_forms import PLAIN_TEXT, AnswerForm
-from workers.engine import NO_RULES, LogitRules, RowRequest
+from workers.engine import NO_RULES, LogitRules, RowRequest, TokenMatcher
 from workers.sampling import SamplingPlan
 from workers.text import Decoder
 
@@ -49,6 +52,8 @@ class PreparedRequest:
         num_top_logprobs: log-probabilities wanted beside each token's own; None for none at all.
         priority: among the requests that a worker holds, higher goes first.
         keeps_answer: keys and values of prompt and answer are kept, for a chat that goes on.
+        model_digest: of what generates it; another model does not go on with its tokens.
+        resumed: what an earlier execution of the job has generated, to go on with.
     """
 
     claimed: Claimed
@@ -65,6 +70,8 @@ class PreparedRequest:
     num_top_logprobs: int | None = None
     priority: int = 0
     keeps_answer: bool = False
+    model_digest: str = ""
+    resumed: Progress | None = None
 
     @property
     def execution_id(self) -> str:
@@ -85,8 +92,39 @@ class PreparedRequest:
         """Return the prompt that a choice answers."""
         return self.prompts[choice // self.choices_per_prompt]
 
+    def progress_header(self, *, cached_tokens: int) -> ProgressHeader:
+        """Return what the next execution of the job must agree with to go on."""
+        digest = blake2b(digest_size=16)
+        for prompt in self.prompts:
+            digest.update(array("I", prompt.ids))
+            digest.update(b"/")
+        return ProgressHeader(
+            digest.hexdigest(), self.model_digest, self.samplings[0].seed, cached_tokens
+        )
+
+    def resume(self, progress: Progress | None) -> PreparedRequest:
+        """Return the request that goes on with what was generated; itself where that cannot be."""
+        if progress is None or not self._can_resume(progress):
+            return self
+        return replace(self, resumed=progress)
+
+    def _can_resume(self, progress: Progress) -> bool:
+        header = self.progress_header(cached_tokens=progress.header.cached_tokens)
+        return header == progress.header and all(
+            choice < len(self.samplings) and len(ids) <= self.prompt_of(choice).token_limit
+            for choice, ids in progress.tokens.items()
+        )
+
+    def generated(self, choice: int) -> tuple[int, ...]:
+        """Return the tokens that an earlier execution generated of a choice."""
+        return self.resumed.tokens.get(choice, ()) if self.resumed is not None else ()
+
     def rows(self, decoder: Decoder) -> list[RowRequest]:
-        """Return a row for each choice, in their order."""
+        """Return a row for each choice, in their order.
+
+        Raises:
+            Exception: a matcher refuses what was generated before.
+        """
         rows = []
         for choice, sampling in enumerate(self.samplings):
             prompt = self.prompt_of(choice)
@@ -99,7 +137,8 @@ class PreparedRequest:
                     sampling=sampling,
                     stop_ids=self.stop_ids,
                     rules=self.rules,
-                    matcher=self.form.matcher(decoder),
+                    matcher=self._matcher(decoder, choice),
+                    generated_ids=self.generated(choice),
                     num_top_logprobs=self.num_top_logprobs,
                     priority=self.priority,
                     keep=() if is_sibling else prompt.keep,
@@ -108,6 +147,13 @@ class PreparedRequest:
                 )
             )
         return rows
+
+    def _matcher(self, decoder: Decoder, choice: int) -> TokenMatcher | None:
+        matcher = self.form.matcher(decoder)
+        if matcher is not None:
+            for token_id in self.generated(choice):
+                matcher.accept(token_id)
+        return matcher
 
     def row_id(self, choice: int) -> str:
         """Return the engine's key of a choice."""

@@ -3,7 +3,7 @@
 -- ARGV 1 iso time  2 seconds to keep the job  3 batch to end if nothing is left, or ''
 --      4.. job ids
 -- Writes rq:job:<id>, rq:canceled:<q>, rq:scheduled:<q>, rq:deferred:<q>, rq:ready:<q>, the
--- batch's keys; ends qsvc:stream:<id> if it is there.
+-- batch's keys; ends qsvc:stream:<id> if it is there; drops qsvc:progress:<id>:<ex>.
 -- The ids stay in their queue's list: the claim drops what is not queued.
 -- Returns how many were cancelled, then the names of the workers that run some of them.
 local ENDED = {finished = true, failed = true, stopped = true, canceled = true}
@@ -17,7 +17,8 @@ for i = 4, #ARGV do
     n = n + 1
     redis.call('PERSIST', jk)  -- first, so that a full server takes a cancel
     redis.call('HSET', jk, 'status', 'canceled', 'ended_at', iso, 'qsvc_settled', 'cancelled')
-    redis.call('HDEL', jk, 'qsvc_execution')
+    drop_progress(id, redis.call('HMGET', jk, 'qsvc_execution', 'qsvc_resume'))
+    redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_resume')
     for _, registry in ipairs({':scheduled:', ':deferred:', ':ready:'}) do
       redis.call('ZREM', RQ .. registry .. f[3], id)
     end

@@ -5,8 +5,8 @@
 -- ARGV 1 worker name  2 iso time  3 lease seconds  4 n  5 crash retries  6 format version
 --      7.. n execution ids
 -- Reads also rq:queue:<q>:<batch> (a lane), rq:finished:<q>, rq:failed:<q>, rq:canceled:<q>.
--- Writes also rq:job:<id>, rq:execution:<id>:<ex>, rq:executions:<id>, its batch's keys; drops
--- qsvc:progress:<id>:<earlier execution> and what else is left of that one.
+-- Writes also rq:job:<id>, rq:execution:<id>:<ex>, rq:executions:<id>, its batch's keys; drops what
+-- is left of an earlier execution, whose qsvc:progress:<id>:<ex> becomes that of the new one.
 -- Ids that are not queued (cancelled, deleted, pushed twice, ended) are dropped on the way; jobs
 -- of a newer format stay where they are.
 -- A job that still names an earlier execution was lost with its worker: that death is charged
@@ -15,7 +15,8 @@
 -- jobs have ended by then, and whatever ends an execution deletes both.
 -- Returns {{id, queue index from 0, flat hash}…}, in the order of the execution ids, and the number
 -- of ids taken from a queue. The hash is as it was before the claim, but for how often it was
--- claimed and its deaths, and without the fields that only tools read.
+-- claimed and its deaths, and without the fields that only tools read; qsvc_progress is what was
+-- generated before, its elements each behind their length in eight hex digits.
 local wkey, wex, suspended, queues = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, iso, lease, n = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local crash_retries, version = tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -33,21 +34,35 @@ local UNSENT = {}
 for _, field in ipairs({'status', 'created_at', 'enqueued_at', 'started_at', 'ended_at',
   'last_heartbeat', 'worker_name', 'origin', 'description', 'meta', 'group_id', 'retries_left',
   'enqueue_at_front_on_retry', 'qsvc_v', 'qsvc_line', 'qsvc_execution', 'qsvc_write', 'qsvc_done',
-  'qsvc_reached', 'qsvc_settled', 'qsvc_auto_retry', 'qsvc_attempt', 'qsvc_deaths'}) do
+  'qsvc_reached', 'qsvc_resume', 'qsvc_settled', 'qsvc_auto_retry', 'qsvc_attempt', 'qsvc_deaths'}) do
   UNSENT[field] = true
 end
 
-local function tokens_of(progress)
+-- Make the progress of an earlier execution that of a new one; return its elements.
+local function take_over(id, earlier, ex)
+  local key = 'qsvc:progress:' .. id .. ':'
+  local elements = redis.call('LRANGE', key .. earlier, 0, -1)
+  if #elements > 0 then redis.call('RENAME', key .. earlier, key .. ex) end
+  return elements
+end
+
+-- Return how many token ids progress holds: they have the choice alone in front (see progress.py).
+local function tokens_of(elements)
   local tokens = 0
-  for _, ids in ipairs(redis.call('LRANGE', progress, 1, -1)) do tokens = tokens + #ids / 4 end
+  for _, element in ipairs(elements) do
+    if string.byte(element, 4) == 0 then tokens = tokens + #element / 4 - 1 end
+  end
   return tokens
 end
 
+local function join(elements)
+  local parts = {}
+  for i, element in ipairs(elements) do parts[i] = string.format('%08x', #element) .. element end
+  return table.concat(parts)
+end
+
 -- Return the deaths and the furthest progress of a job whose last worker was lost.
-local function charge_death(id, f)
-  local progress = 'qsvc:progress:' .. id .. ':' .. f.qsvc_execution
-  local tokens = tokens_of(progress)
-  redis.call('DEL', progress)
+local function charge_death(f, tokens)
   local deaths, reached = number(f.qsvc_deaths, 0), number(f.qsvc_reached, 0)
   if tokens > reached then return 0, tokens end
   if is_set(f.qsvc_alone) or deaths < crash_retries then deaths = deaths + 1 end
@@ -84,9 +99,16 @@ local function start(id, jk, sent, f, wip, queue_index)
     set[#set + 1] = tostring(value)
   end
   local deaths = f.qsvc_deaths or '0'
+  local earlier = is_set(f.qsvc_execution) and f.qsvc_execution or f.qsvc_resume
+  local elements = is_set(earlier) and take_over(id, earlier, ex) or {}
+  if #elements > 0 then
+    sent[#sent + 1] = 'qsvc_progress'
+    sent[#sent + 1] = join(elements)
+  end
+  if is_set(f.qsvc_resume) then also('qsvc_resume', '') end
   if is_set(f.qsvc_execution) then
     local reached
-    deaths, reached = charge_death(id, f)
+    deaths, reached = charge_death(f, tokens_of(elements))
     also('qsvc_deaths', deaths)
     also('qsvc_reached', reached)
     also('qsvc_alone', '')

@@ -50,6 +50,13 @@ local function end_execution(wip, worker_executions, id, ex)
   return redis.call('ZREM', wip, composite)
 end
 
+-- Drop what some executions of a job have generated.
+local function drop_progress(id, executions)
+  for _, ex in ipairs(executions) do
+    if is_set(ex) then redis.call('DEL', 'qsvc:progress:' .. id .. ':' .. ex) end
+  end
+end
+
 -- Delete a job of a queue with all that belongs to it, also an execution that still runs.
 local function delete_job(id, queue)
   local executions, jk = RQ .. ':executions:' .. id, job_key(id)
@@ -57,6 +64,7 @@ local function delete_job(id, queue)
     end_execution(RQ .. ':wip:' .. queue, nil, id, ex)
     redis.call('DEL', 'qsvc:progress:' .. id .. ':' .. ex)
   end
+  drop_progress(id, redis.call('HMGET', jk, 'qsvc_execution', 'qsvc_resume'))
   redis.call('DEL', jk, RQ .. ':results:' .. id, executions, jk .. ':dependents',
     jk .. ':dependencies', 'qsvc:stream:' .. id)
   for _, registry in ipairs({':finished:', ':failed:', ':canceled:', ':scheduled:'}) do

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from rq.suspension import resume, suspend
 from queue_service import keys
 from queue_service.batches import Batches
 from queue_service.broker import Beat, Broker, Claimed, Ending, Outcome, Publication, bury_worker
+from queue_service.progress import encode_tokens, join_elements
 from queue_service.results import read_job
 from tests.harness import enqueue_chat, eventually
 
@@ -71,7 +71,7 @@ def end_lease(redis: Redis, claimed: Claimed) -> None:
 def publish(
     broker: Broker, claimed: Claimed, number: int, *words: str, ids: Sequence[int] = ()
 ) -> bool:
-    progress = [array.array("I", ids).tobytes()] if ids else []
+    progress = [encode_tokens(0, ids)] if ids else []
     entries = [["i", str(i), "a", "1", "t", word] for i, word in enumerate(words)]
     [is_ours] = broker.publish([Publication(claimed, number, progress, entries)], keep_seconds=60)
     return is_ours
@@ -167,7 +167,7 @@ def test_text_and_token_ids_are_written_together(redis: Redis, broker: Broker) -
     assert publish(broker, claimed, 2, "lo", ids=[108, 111])
     assert [f[b"t"] for f in stream_fields(redis, claimed.job_id)] == [b"Hel", b"lo"]
     elements: Any = redis.lrange(keys.progress(claimed.job_id, claimed.execution_id), 0, -1)
-    assert array.array("I", b"".join(elements)).tolist() == [72, 101, 108, 111]
+    assert elements == [encode_tokens(0, [72, 101]), encode_tokens(0, [108, 111])]
     assert redis.ttl(keys.stream(claimed.job_id)) in range(1, 61)
     assert redis.ttl(keys.progress(claimed.job_id, claimed.execution_id)) in range(1, 61)
 
@@ -199,7 +199,7 @@ def test_no_text_follows_the_end_of_a_canceled_jobs_stream(redis: Redis, broker:
     assert Batches(redis).cancel_job(job.id)
     assert not publish(broker, claimed, 2, "after", ids=[2])
     assert stream_fields(redis, job.id)[-1] == {b"e": b"cancelled"}
-    assert redis.llen(keys.progress(claimed.job_id, claimed.execution_id)) == 1
+    assert not redis.exists(keys.progress(claimed.job_id, claimed.execution_id))
 
 
 # Finish -------------------------------------------------------------------------------------
@@ -337,6 +337,32 @@ def test_jobs_given_back_are_in_front_in_order_and_uncharged(redis: Redis, broke
         assert job.get_status(refresh=True) == "queued"
         assert field(redis, job, "qsvc_execution") is None
     assert all(claimed.deaths == 0 for claimed in claim(broker, 6))
+
+
+def test_the_next_claim_goes_on_with_what_was_generated(redis: Redis, broker: Broker) -> None:
+    enqueue_chat(redis, "x", NORMAL)
+    [first] = claim(broker)
+    publish(broker, first, 1, ids=[1, 2])
+    broker.requeue([first])
+    [second] = claim(broker)
+    publish(broker, second, 1, ids=[3])
+    end_lease(redis, second)
+    broker.reap()
+    [third] = claim(broker)
+    handed = [claimed.fields.get("qsvc_progress", b"") for claimed in (first, second, third)]
+    elements = [encode_tokens(0, [1, 2]), encode_tokens(0, [3])]
+    assert handed == [b"", join_elements(elements[:1]), join_elements(elements)]
+    kept: Any = redis.keys("qsvc:progress:*")
+    assert kept == [keys.progress(third.job_id, third.execution_id).encode()]
+    assert not publish(broker, second, 2, ids=[9])  # a late zombie
+
+
+def test_a_cancelled_job_leaves_nothing_that_it_generated(redis: Redis, broker: Broker) -> None:
+    enqueue_chat(redis, "x", NORMAL)
+    [claimed] = claim(broker)
+    publish(broker, claimed, 1, ids=[1])
+    broker.requeue([claimed])
+    assert Batches(redis).cancel_job(claimed.job_id)
     left: Any = redis.keys("qsvc:progress:*")
     assert left == []
 
@@ -372,7 +398,7 @@ def test_a_lost_worker_is_charged_to_a_job_unless_it_had_made_progress(
         end_lease(redis, claimed)
         broker.reap()
     [claimed] = claim(broker)
-    first_write = [b"{}", array.array("I", [1]).tobytes()]
+    first_write = [b"{}", encode_tokens(0, [1])]
     broker.publish([Publication(claimed, 1, first_write, [])], keep_seconds=60)
     end_lease(redis, claimed)
     broker.reap()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from rq.job import Job
 
 from queue_service import keys
 from queue_service.broker import Broker, Claimed, Publication
+from queue_service.progress import encode_tokens
 from queue_service.results import read_job
 from queue_service.streams import text_of
 from tests.cli_helpers import HandWorker
@@ -58,8 +58,9 @@ def lose_worker(broker: Broker, redis: Redis) -> list[Claimed]:
 
 def generate(broker: Broker, claimed: Claimed, number: int, num_tokens: int) -> None:
     """Publish so many tokens of progress."""
-    elements = [b"{}", array.array("I", range(num_tokens)).tobytes()]
-    assert broker.publish([Publication(claimed, number, elements, [])], keep_seconds=60) == [True]
+    elements = [b"{}", encode_tokens(0, range(num_tokens))]
+    publication = Publication(claimed, number, elements, [], is_new=True)
+    assert broker.publish([publication], keep_seconds=60) == [True]
 
 
 # Charges ------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import json
 import os
 import socket
 import subprocess
@@ -15,21 +13,23 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from rq import Worker
+from rq import Queue, Worker
 from rq.command import send_stop_job_command
 from rq.job import Job
 from rq.suspension import resume, suspend
 
-from queue_service import keys
+from queue_service import keys, tasks
 from queue_service.connection import connect
 from queue_service.errors import ConfigurationError, QsvcError
 from queue_service.local_server import LocalServer
+from queue_service.progress import Progress, join_elements
 from queue_service.settings import RedisSettings
 from tests.harness import (
     LONG_TEXT,
     SLOW_STEP_SECONDS,
     ThreadWorker,
     answer,
+    chat_body,
     child_environment,
     enqueue_chat,
     error_code,
@@ -200,9 +200,10 @@ def test_progress_is_there_while_a_job_runs_and_gone_when_it_ends(
         job_hash: Any = redis.hgetall(keys.rq_job(job.id))
         assert key.decode() == keys.progress(job.id, job_hash[b"qsvc_execution"].decode())
         elements: Any = eventually(lambda: redis.lrange(key, 0, -1), "token ids")
-        assert json.loads(elements[0])["seed"] == default_seed(job.id, 0, 0)
-        ids = array.array("I", b"".join(elements[1:])).tolist()
-        assert LONG_TEXT.startswith(bytes(ids).decode())
+        progress = Progress.decode(join_elements(elements), num_top_logprobs=None)
+        assert progress is not None
+        assert progress.header.seed == default_seed(job.id, 0, 0)
+        assert LONG_TEXT.startswith(bytes(progress.tokens[0]).decode())
         assert not redis.exists(keys.stream(job.id))
         worker.hasten()
         wait_for_status([job], "finished")
@@ -304,7 +305,26 @@ def test_a_stopping_worker_finishes_what_it_can_and_gives_back_the_rest(
     assert answer(redis, running[1]) == "y" * 30
     assert waiting(redis) == [job.id for job in [*long, behind]]
     assert_uncharged(redis, long)
-    assert matching(redis, "qsvc:progress:*") == []
+
+
+def test_a_job_that_was_given_back_goes_on_where_it_stopped(redis: Redis, redis_url: str) -> None:
+    queue = Queue(keys.DEFAULT_QUEUE, connection=redis, serializer="json")
+    job = queue.enqueue(tasks.CHAT, {**chat_body(LONG_TEXT), "stream": True})
+    settings = worker_settings(redis_url, grace_seconds=0, progress_interval_seconds=0.05)
+    with running_worker(settings, step_seconds=SLOW_STEP_SECONDS) as first:
+        eventually(lambda: len(stream_entries(redis, job)) > 3, "some text")
+        first.request_stop()
+        first.join()
+    num_before = len(stream_entries(redis, job))
+    with running_worker(worker_settings(redis_url, name="second")) as second:
+        wait_for_status([job], "finished")
+    entries = stream_entries(redis, job)
+    assert streamed_text(entries) == LONG_TEXT
+    indexes = [int(fields[b"i"]) for fields in entries if b"i" in fields]
+    assert indexes == sorted(set(indexes))  # every token once and in order
+    assert {fields[b"a"] for fields in entries[num_before:-1]} == {b"2"}
+    assert len(second.engine.batch_sizes) < len(LONG_TEXT)
+    assert answer(redis, job) == LONG_TEXT
 
 
 def test_a_second_request_to_stop_ends_the_grace(redis: Redis, redis_url: str) -> None:

@@ -618,3 +618,46 @@ def test_rows_that_share_prefixes_are_what_they_are_alone(data: st.DataObject) -
     plain.run()
     for row_id, tokens in bench.tokens.items():
         assert tokens == plain.tokens[row_id][: len(tokens)]
+
+
+# --- rows that go on with what an earlier one generated ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"plan": NOISY},
+        {"rules": LogitRules(repetition_penalty=3.0, frequency_penalty=5.0)},
+        {"plan": NOISY, "rules": LogitRules(presence_penalty=3.0, min_tokens=9)},
+        {"num_top_logprobs": 2},
+    ],
+)
+@pytest.mark.parametrize("num_before", [1, 7, 11])
+def test_a_row_goes_on_as_if_nothing_had_happened(num_before: int, options: Any) -> None:
+    whole = Bench()
+    whole.add(request("a", length=40, limit=12, **options))
+    expected_tokens = whole.run()["a"]
+    before = tuple(expected_tokens[:num_before])
+    resumed = Bench()
+    resumed.add(
+        request("neighbour", length=90, limit=20),
+        request("a", length=40, limit=12, generated_ids=before, **options),
+    )
+    resumed.run()
+    assert [*before, *resumed.tokens["a"]] == expected_tokens
+    for found, wanted in zip(
+        resumed.logprobs.get("a", []), whole.logprobs.get("a", [])[num_before:], strict=True
+    ):
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+
+
+def test_a_row_that_goes_on_uses_what_is_known_of_its_prompt() -> None:
+    bench = Bench()
+    first = request("first", length=200, limit=4)
+    bench.add(first, request("beside", tokens=first.prompt_ids, limit=4))
+    answer = bench.run()["first"]
+    bench.add(request("again", tokens=first.prompt_ids, limit=4, generated_ids=tuple(answer[:2])))
+    bench.run()
+    assert bench.tokens["again"] == answer[2:]
+    assert bench.cached["again"] == 199

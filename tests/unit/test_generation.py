@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import pytest
 
+from queue_service.progress import Progress
 from queue_service.responses import FinishReason
 from tests.fakes import FakeEngine, fake_parts
 from tests.harness import LONG_TEXT, eventually, make_claimed, make_request
 from workers.answer import text_of
-from workers.answer_forms import Piece
+from workers.answer_forms import PLAIN_TEXT, AnswerForm, Piece
+from workers.engine import TokenLogprobs
 from workers.errors import TransientError
 from workers.generation import NO_TOKEN, EngineParts, GenerationThread
 from workers.requests import Generated, PreparedRequest
@@ -28,14 +32,29 @@ class RecordingSink:
         self.ended: dict[str, Generated] = {}
         self.failed: dict[str, Exception] = {}
         self.dropped: list[str] = []
+        self.resumed: dict[tuple[str, int], tuple[list[int], str]] = {}
+        self.cached: dict[str, int] = {}
 
     def begin(self, request: PreparedRequest) -> None:
         self.begun.append(request.execution_id)
         self.texts[request.execution_id] = ""
         self.token_ids[request.execution_id] = []
 
+    def resume(
+        self, execution_id: str, choice: int, token_ids: Sequence[int], pieces: Sequence[Piece]
+    ) -> None:
+        self.resumed[execution_id, choice] = (list(token_ids), text_of(pieces))
+
+    def note_cached(self, execution_id: str, num_tokens: int) -> None:
+        self.cached[execution_id] = num_tokens
+
     def advance(
-        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+        self,
+        execution_id: str,
+        choice: int,
+        token_id: int,
+        pieces: Sequence[Piece],
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         name = execution_id if choice == 0 else f"{execution_id}/{choice}"
         self.texts[name] = self.texts.get(name, "") + text_of(pieces)
@@ -67,6 +86,22 @@ class Bench:
     def submit(self, name: str, text: str, **options: int | tuple[str, ...]) -> None:
         claimed = make_claimed(job_id=name, execution_id=name)
         self.thread.submit([make_request(text, claimed=claimed, **options)])  # type: ignore[arg-type]
+
+    def submit_resumed(
+        self,
+        name: str,
+        text: str,
+        tokens: Mapping[int, Sequence[int]],
+        form: AnswerForm = PLAIN_TEXT,
+        **options: Any,
+    ) -> None:
+        """Submit a request of which an earlier execution has generated some tokens."""
+        request = make_request(text, claimed=make_claimed(execution_id=name), **options)
+        header = request.progress_header(cached_tokens=9)
+        generated = {choice: tuple(ids) for choice, ids in tokens.items()}
+        request = replace(request, form=form).resume(Progress(header, generated, {}))
+        assert request.resumed is not None
+        self.thread.submit([request])
 
     def wait_for_tokens(self, name: str) -> None:
         eventually(lambda: self.sink.token_ids.get(name), f"tokens of {name}")
@@ -276,3 +311,61 @@ def test_the_thread_counts_steps_and_rests_when_there_is_nothing_to_do(bench: Be
     bench.submit("b", "d")
     bench.wait_for_end("b")
     eventually(lambda: bench.thread.steps == 6, "one token and the end of the sequence")
+
+
+# Going on with what an earlier execution generated ------------------------------------------
+
+
+class Stubborn:
+    """A constraint that refuses whatever an earlier execution made of it."""
+
+    def matcher(self) -> Stubborn:
+        return self
+
+    def check(self, text: str) -> str | None:
+        return None
+
+    def fill(self, mask_row: Any) -> None: ...
+
+    def accept(self, token_id: int) -> None:
+        raise ValueError("not allowed")
+
+
+def test_a_request_goes_on_after_its_tokens_and_nothing_is_told_twice(bench: Bench) -> None:
+    bench.submit_resumed("a", "grüße", {0: b"gr"})
+    generated = bench.wait_for_end("a")
+    assert generated.choices[0].text == "grüße"
+    assert generated.choices[0].completion_tokens == len("grüße".encode())
+    assert generated.cached_tokens == 9
+    assert bench.sink.resumed == {("a", 0): (list(b"gr"), "gr")}
+    assert bench.sink.texts["a"] == "üße"
+    assert bench.sink.token_ids["a"] == list("üße".encode())
+
+
+def test_each_choice_goes_on_by_itself(bench: Bench) -> None:
+    bench.submit_resumed("a", "abcd", {1: b"abc"}, num_choices=2)
+    generated = bench.wait_for_end("a")
+    assert [choice.text for choice in generated.choices] == ["abcd", "abcd"]
+    assert (bench.sink.texts["a"], bench.sink.texts["a/1"]) == ("abcd", "d")
+
+
+def test_a_stop_string_is_found_across_the_border(bench: Bench) -> None:
+    bench.submit_resumed("a", "one stop two", {0: b"one st"}, stop_strings=("stop",))
+    assert bench.wait_for_end("a").choices[0].text == "one "
+
+
+def test_a_request_lost_after_its_last_token_just_ends(bench: Bench) -> None:
+    bench.submit_resumed("a", "abcdef", {0: b"abc"}, token_limit=3)
+    generated = bench.wait_for_end("a")
+    assert (generated.choices[0].text, generated.choices[0].finish_reason) == (
+        "abc",
+        FinishReason.LENGTH,
+    )
+    assert bench.engine.batch_sizes == []
+
+
+def test_tokens_that_no_longer_fit_the_request_are_generated_again(bench: Bench) -> None:
+    bench.submit_resumed("a", "abc", {0: b"ab"}, form=AnswerForm(compiled=Stubborn()))
+    generated = bench.wait_for_end("a")
+    assert generated.choices[0].text == "abc"
+    assert bench.sink.texts["a"] == "abc"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import array
-import json
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import redis
 
 from queue_service.broker import Broker, Publication
+from queue_service.progress import Progress, join_elements
 from queue_service.responses import Choice, FinishReason
 from tests.harness import eventually, make_claimed, make_request
 from workers.answer_forms import Piece, PieceKind
+from workers.engine import TokenLogprobs
 from workers.errors import TransientError
 from workers.publisher import Publisher
 from workers.requests import Generated, PreparedRequest, Refused, Result
@@ -61,6 +62,8 @@ class RecordingBroker(Broker):
             return False
         if publication.number > self._numbers.get(execution_id, 0):
             self._numbers[execution_id] = publication.number
+            if publication.is_new:
+                self.progress.pop(execution_id, None)
             self.progress.setdefault(execution_id, []).extend(publication.progress)
             for flat in publication.entries:
                 fields = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -71,8 +74,13 @@ class RecordingBroker(Broker):
         return "".join(fields["t"] for fields in self.entries.get(execution_id, []))
 
     def token_ids(self, execution_id: str = "execution") -> list[int]:
-        _, *rest = self.progress[execution_id]
-        return array.array("I", b"".join(rest)).tolist()
+        return list(self.decoded(execution_id).tokens[0])
+
+    def decoded(self, execution_id: str = "execution") -> Progress:
+        joined = join_elements(self.progress[execution_id])
+        progress = Progress.decode(joined, num_top_logprobs=None)
+        assert progress is not None
+        return progress
 
 
 class Desk:
@@ -153,16 +161,83 @@ def test_nothing_is_sent_when_nothing_has_gathered(desk: Desk) -> None:
     assert desk.broker.sent == []
 
 
-def test_token_ids_follow_a_header_with_the_seed(desk: Desk) -> None:
-    desk.begin(stream=False)
+def test_token_ids_follow_a_header_that_says_whose_they_are(desk: Desk) -> None:
+    request = desk.begin(stream=False)
     desk.advance("ab")
     desk.flush_later()
     desk.advance("c")
     desk.flush_later()
-    header, *_ = desk.broker.progress["execution"]
-    assert json.loads(header) == {"seed": 7, "v": 1}
+    assert desk.broker.decoded().header == request.progress_header(cached_tokens=0)
+    assert desk.broker.decoded().header.seed == 7
     assert desk.broker.token_ids() == [97, 98, 99]
     assert desk.broker.text() == ""
+
+
+def test_each_choice_has_its_tokens_and_scores(desk: Desk) -> None:
+    desk.begin(stream=False)
+    scored = TokenLogprobs(-0.5, ((3, -0.25), (4, -2.0)))
+    desk.publisher.advance("execution", 1, 5, [], scored)
+    desk.publisher.advance("execution", 0, 6, [], scored)
+    desk.flush_later()
+    joined = join_elements(desk.broker.progress["execution"])
+    progress = Progress.decode(joined, num_top_logprobs=2)
+    assert progress is not None
+    assert progress.tokens == {1: (5,), 0: (6,)}
+    assert progress.scores[1] == ((-0.5, ((3, -0.25), (4, -2.0))),)
+
+
+def test_what_was_cached_is_told_when_it_is_known(desk: Desk) -> None:
+    desk.begin(stream=False)
+    desk.advance("a")
+    desk.flush_later()
+    desk.publisher.note_cached("execution", 40)
+    desk.advance("b")
+    desk.flush_later()
+    assert desk.broker.decoded().header.cached_tokens == 40
+    assert desk.broker.token_ids() == [97, 98]
+
+
+def test_a_request_that_goes_on_writes_what_is_new(desk: Desk) -> None:
+    first = desk.begin("first")
+    desk.advance("ab", "first")
+    desk.publisher.flush()
+    claimed = make_claimed(execution_id="second", qsvc_attempt=4)
+    request = replace(first, claimed=claimed).resume(desk.broker.decoded("first"))
+    assert request.resumed is not None
+    desk.broker.progress["second"] = desk.broker.progress["first"]  # as a claim does
+    desk.publisher.begin(request)
+    desk.publisher.resume("second", 0, [97, 98], [Piece("ab")])
+    desk.advance("c", "second")
+    desk.publisher.flush()
+    assert desk.broker.entries["second"] == [{"i": "2", "a": "4", "t": "c"}]
+    assert desk.broker.token_ids("second") == [97, 98, 99]
+
+
+def test_one_who_watches_what_goes_on_gets_it_from_its_start(desk: Desk) -> None:
+    first = desk.begin("first", stream=False)
+    desk.advance("ab", "first")
+    desk.flush_later()
+    claimed = make_claimed(execution_id="second", qsvc_attempt=4)
+    request = replace(first, claimed=claimed).resume(desk.broker.decoded("first"))
+    desk.publisher.begin(request)
+    desk.publisher.resume("second", 0, [97, 98], [Piece("ab")])
+    desk.publisher.watch(["second"])
+    desk.publisher.flush()
+    assert desk.broker.entries["second"] == [{"i": "0", "a": "4", "t": "ab"}]
+
+
+def test_another_prompt_does_not_go_on_with_these_tokens(desk: Desk) -> None:
+    first = desk.begin("first")
+    desk.advance("ab", "first")
+    desk.publisher.flush()
+    progress = desk.broker.decoded("first")
+    others = [
+        replace(first, prompts=(replace(first.prompts[0], ids=(1, 2)),)),
+        replace(first, model_digest="another"),
+        replace(first, samplings=(replace(first.samplings[0], seed=8),)),
+        replace(first, prompts=(replace(first.prompts[0], token_limit=1),)),
+    ]
+    assert [other.resume(progress).resumed for other in others] == [None] * 4
 
 
 def test_token_ids_wait_for_the_interval_unless_text_is_written(desk: Desk) -> None:
@@ -241,7 +316,7 @@ def test_choices_and_kinds_have_entries_of_their_own(desk: Desk) -> None:
         {"i": "1", "a": "3", "c": "1", "t": " choice"},
         {"i": "2", "a": "3", "t": ", yes"},
     ]
-    assert desk.broker.token_ids() == [1, 3, 5]
+    assert desk.broker.decoded().tokens == {0: (1, 3, 5), 1: (2, 4)}
 
 
 def test_a_row_that_failed_is_delivered_at_once_and_writes_no_more(desk: Desk) -> None:

@@ -12,7 +12,13 @@ import click
 from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
 from cli.options import json_option, print_json, say
 from cli.progress import Progress
-from queue_service.settings import PathSettings, RetentionSettings, SubmitSettings, WorkerSettings
+from queue_service.settings import (
+    CheckpointSettings,
+    PathSettings,
+    RetentionSettings,
+    SubmitSettings,
+    WorkerSettings,
+)
 
 
 @click.command("run", short_help="Run a file of requests through a local model.")
@@ -27,6 +33,11 @@ from queue_service.settings import PathSettings, RetentionSettings, SubmitSettin
 @click.option("--unordered", is_flag=True, help="Write lines as they end, not in input order.")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
 @click.option("--new", "is_fresh", is_flag=True, help="Run again from the start; replaces -o.")
+@click.option(
+    "--plan/--no-plan",
+    default=None,
+    help="Look for lines that begin alike, to keep what they share (default: yes).",
+)
 @click.option("--slots", type=int, help="Most requests generated at once (default: 32).")
 @click.option("--dtype", help="Weights: auto, float32, float16, bfloat16 or stored.")
 @click.option("--kv-memory", metavar="SIZE", help="Memory for keys and values, such as 8GB.")
@@ -41,6 +52,7 @@ def command(
     unordered: bool,
     strict: bool,
     is_fresh: bool,
+    plan: bool | None,
     slots: int | None,
     dtype: str | None,
     kv_memory: str | None,
@@ -76,13 +88,16 @@ def command(
         is_fresh=is_fresh,
         slot=worker.device_slot or default_slot(),
     )
+    submit = SubmitSettings.load(plan=plan)
+    if not CheckpointSettings.load().enabled:  # nothing would be kept
+        submit = submit.model_copy(update={"plan": False})
     if worker.model is None:
         say(f"model: {DEMO_MODEL}, the demo model; name another with --model")
     with Progress(is_shown=not as_json) as progress:
         run = LocalRun(
             options,
             worker=worker,
-            submit=SubmitSettings.load(),
+            submit=submit,
             retention=RetentionSettings.load(),
             cache_folder=PathSettings.load().cache_folder,
             on_update=progress.update,

@@ -8,10 +8,13 @@ import click
 
 from cli.options import json_option, print_json, redis_option, say, server
 from queue_service import keys
-from queue_service.batch_file import open_batch
+from queue_service.batch_file import BatchFile, open_batch
 from queue_service.connection import check_server
+from queue_service.prefix_plan import CHARS_PER_TOKEN, PrefixPlan
 from queue_service.settings import RetentionSettings, SubmitSettings
-from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
+from queue_service.submission import SubmitOptions, preview, submit_file, wait_for_disk
+
+_MOST_SHOWN = 10
 
 
 @click.command("submit", short_help="Queue the lines of a file on a Redis server.")
@@ -24,6 +27,12 @@ from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
 @click.option("--new", "is_fresh", is_flag=True, help="A fresh run, though the file ran before.")
 @click.option("--stream", is_flag=True, help="Write every line's text to its stream as it comes.")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
+@click.option(
+    "--plan/--no-plan",
+    default=None,
+    help="Look for lines that begin alike, to keep what they share (default: yes).",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be queued, and queue nothing.")
 @click.option(
     "--expires-in",
     type=click.IntRange(min=1),
@@ -42,14 +51,22 @@ def command(
     is_fresh: bool,
     stream: bool,
     strict: bool,
+    plan: bool | None,
+    dry_run: bool,
     expires_in: int | None,
     metadata: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Queue the lines of FILE (JSONL, .gz, .zst, or - for standard input).
 
-    Submitting the same file again queues nothing twice. Prints the batch's id.
+    Submitting the same file again queues nothing twice. Prints the batch's id. With --dry-run it
+    needs no server, and shows bad lines and which lines begin alike.
     """
+    submit = SubmitSettings.load(plan=plan)
+    if dry_run:
+        with open_batch(file) as opened:
+            _show(opened, submit, strict=strict, as_json=as_json)
+        return
     name = alias or (keys.alias_for(model) if model else "default")
     options = SubmitOptions(
         queue=keys.queue_name(name, priority),
@@ -59,14 +76,14 @@ def command(
         strict=strict,
         expires_in_seconds=expires_in,
         metadata=_pairs(metadata),
-        submit=SubmitSettings.load(),
+        submit=submit,
         retention=RetentionSettings.load(),
     )
     with server(redis_url) as connection, open_batch(file) as opened:
         for finding in check_server(connection):
             if finding.fix:
                 say(f"server: {finding.what}; {finding.fix}")
-        submission = submit_file(connection, opened, options)
+        submission = submit_file(connection, opened, options, on_plan=_say_plan)
         is_on_disk = wait_for_disk(connection)
         batch = submission.batch
         has_worker = bool(connection.scard(f"{keys.RQ}:workers:{options.queue}"))
@@ -82,6 +99,41 @@ def command(
     if not has_worker and not batch.status.is_final:
         say(f"no worker serves {options.queue} now; start one: qsvc worker --model …")
     say(f"follow it: qsvc results {batch.id} -o results.jsonl --follow")
+
+
+def _say_plan(plan: PrefixPlan) -> None:
+    if plan.num_groups:
+        say(plan.summary())
+
+
+def _show(file: BatchFile, submit: SubmitSettings, *, strict: bool, as_json: bool) -> None:
+    """Print what a submit would do."""
+    found = preview(file, submit, strict=strict)
+    if as_json:
+        print_json(
+            {
+                "lines": found.num_lines,
+                "bad_lines": found.num_errors,
+                "plan": found.plan.to_object() if found.plan else None,
+            }
+        )
+        return
+    for error in found.first_errors:
+        click.echo(error)
+    refused = f", {found.num_errors} of them bad" if found.num_errors else ""
+    click.echo(f"{found.num_lines} lines{refused}; nothing was queued")
+    if found.plan is None:
+        return
+    click.echo(found.plan.summary())
+    groups = sorted(found.plan.groups(), key=lambda group: -group.saved_chars)
+    for group in groups[:_MOST_SHOWN]:
+        tokens = group.mark.chars // CHARS_PER_TOKEN
+        click.echo(
+            f"  {group.num_lines:,} lines, the first of them line {group.first_line}, share"
+            f" {group.mark.chars:,} characters (about {tokens:,} tokens)"
+        )
+    if len(groups) > _MOST_SHOWN:
+        click.echo(f"  and {len(groups) - _MOST_SHOWN:,} more groups")
 
 
 def _pairs(items: tuple[str, ...]) -> dict[str, str]:

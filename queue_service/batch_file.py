@@ -177,6 +177,17 @@ def read_lines(
             yield reader.read(line, raw)
 
 
+def raw_lines(
+    file: BatchFile, *, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the number and the bytes of every line that is not blank; None if it is too long.
+
+    Raises:
+        BatchFileError: the file cannot be read to its end.
+    """
+    return _numbered(file.stream(), max_line_bytes)
+
+
 class _LineReader:
     """Checks the lines of one file; remembers what they must agree on."""
 

@@ -276,6 +276,11 @@ class SubmitSettings(Section):
     max_lines: PositiveInt | None = Field(
         None, description="Most lines a file may have; unset: no limit."
     )
+    plan: bool = Field(
+        True,
+        description="Whether lines that begin alike are looked for, so that workers keep what they"
+        " share.",
+    )
 
 
 class PathSettings(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +15,19 @@ from redis.exceptions import ResponseError
 from rq.utils import now, utcformat
 
 from queue_service import keys
-from queue_service.batch_file import BatchFile, BatchLine, digest_file, read_batch
+from queue_service.batch_file import BatchFile, BatchLine, digest_file, raw_lines, read_batch
 from queue_service.batches import Batch, Batches, Status
 from queue_service.errors import BatchConflict, BatchFileError, LineError
 from queue_service.payload import encode_call, json_bytes
+from queue_service.prefix_plan import Mark, PrefixPlan, plan_prefixes
 from queue_service.requests import Endpoint
 from queue_service.scripts import Arg, Scripts
 from queue_service.settings import RetentionSettings, SubmitSettings
 
 _DISK_TIMEOUT_MS = 4000
 _ROOM_POLL_SECONDS = 0.2
-_MAX_STRICT_ERRORS = 20
+_LINES_BETWEEN_STOPS = 1000
+_MOST_SHOWN_ERRORS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,21 @@ class Submission:
     is_new: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a submit of a file would find.
+
+    Attributes:
+        first_errors: what is wrong with the first bad lines.
+        plan: which lines begin alike; None where that is not looked for.
+    """
+
+    num_lines: int
+    num_errors: int
+    first_errors: Sequence[str]
+    plan: PrefixPlan | None
+
+
 def batch_id_of(file: BatchFile, *, queue: str, key: str = "") -> str:
     """Return the id that a file's batch has or would have."""
     return keys.batch_id(digest=digest_file(file), queue=queue, key=key)
@@ -72,6 +89,7 @@ def submit_file(
     options: SubmitOptions,
     *,
     on_progress: Callable[[int], None] = lambda num_lines: None,
+    on_plan: Callable[[PrefixPlan], None] = lambda plan: None,
 ) -> Submission:
     """Queue every good line of a file and record an error for every bad one.
 
@@ -80,6 +98,7 @@ def submit_file(
 
     Args:
         on_progress: told how many lines have been read.
+        on_plan: told which lines begin alike, where that was looked for.
 
     Raises:
         BatchFileError: the file is empty or unreadable, or strict and has a bad line; nothing
@@ -87,8 +106,28 @@ def submit_file(
         BatchConflict: the key was used for other content; nothing was queued.
     """
     feeder = Feeder(connection, file, options)
-    feeder.feed(connection, on_progress=on_progress)
+    feeder.feed(connection, on_progress=on_progress, on_plan=on_plan)
     return Submission(Batches(connection).get(feeder.batch_id), feeder.is_new)
+
+
+def preview(file: BatchFile, submit: SubmitSettings, *, strict: bool = False) -> Preview:
+    """Read a file as a submit would.
+
+    Raises:
+        BatchFileError: the file is empty or unreadable, or strict and has a bad line.
+    """
+    if strict:
+        _refuse_bad_lines(file, submit.max_lines)
+    num_lines = num_errors = 0
+    first_errors: list[str] = []
+    for line in read_batch(file, max_lines=submit.max_lines):
+        num_lines += 1
+        if isinstance(line, LineError):
+            num_errors += 1
+            if num_errors <= _MOST_SHOWN_ERRORS:
+                first_errors.append(_described(line))
+    plan = plan_prefixes(lambda: raw_lines(file)) if submit.plan else None
+    return Preview(num_lines, num_errors, first_errors, plan)
 
 
 class Feeder:
@@ -105,6 +144,7 @@ class Feeder:
     def __init__(self, connection: Redis, file: BatchFile, options: SubmitOptions) -> None:
         self._file = file
         self._options = options
+        self._plan = PrefixPlan()
         self.batch_id = batch_id_of(file, queue=options.queue, key=options.key)
         endpoint = self._endpoint()
         if options.strict:
@@ -126,16 +166,32 @@ class Feeder:
         connection: Redis,
         *,
         on_progress: Callable[[int], None] = lambda num_lines: None,
+        on_plan: Callable[[PrefixPlan], None] = lambda plan: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Queue the lines that are missing; waits while the server holds enough of them.
 
+        Lines that begin alike are looked for first, so that each is queued with its mark.
+
         Args:
+            on_plan: told what was found; not where nothing is missing, or nobody wants to know.
             should_stop: asked now and then; when it says so, the rest is left for another time.
         """
+        if self._options.submit.plan and not self._is_submitted(connection):
+            self._plan = plan_prefixes(lambda: self._lines_until(should_stop))
+            on_plan(self._plan)
         with ThreadPoolExecutor(1, thread_name_prefix="enqueue") as sender:
             while not self._feed(connection, sender, on_progress, should_stop):
                 pass
+
+    def _is_submitted(self, connection: Redis) -> bool:
+        return connection.hget(keys.batch(self.batch_id), "submitted") == b"1"
+
+    def _lines_until(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, bytes | None]]:
+        for index, line in enumerate(raw_lines(self._file)):
+            if index % _LINES_BETWEEN_STOPS == 0 and should_stop():
+                return
+            yield line
 
     def _feed(
         self,
@@ -188,10 +244,11 @@ class Feeder:
             for _ in range(options.submit.chunk_lines):
                 if pending is None:
                     break
+                mark = self._plan.mark(num_lines)
                 num_lines += 1
                 last_line = pending.line
                 if pending.line > cursor:
-                    args += _line_args(pending, self.batch_id, options)
+                    args += _line_args(pending, self.batch_id, options, mark)
                 pending = next(lines, None)
             is_last = pending is None
             if args or is_last:
@@ -261,8 +318,8 @@ def _refuse_bad_lines(file: BatchFile, max_lines: int | None) -> None:
     for line in read_batch(file, max_lines=max_lines):
         if isinstance(line, LineError):
             count += 1
-            if count <= _MAX_STRICT_ERRORS:
-                shown.append(f"  line {line.line}: {line.code}: {line.message}")
+            if count <= _MOST_SHOWN_ERRORS:
+                shown.append(f"  {_described(line)}")
     if not count:
         return
     if count > len(shown):
@@ -272,7 +329,13 @@ def _refuse_bad_lines(file: BatchFile, max_lines: int | None) -> None:
     )
 
 
-def _line_args(line: BatchLine | LineError, batch_id: str, options: SubmitOptions) -> list[Arg]:
+def _described(error: LineError) -> str:
+    return f"line {error.line}: {error.code}: {error.message}"
+
+
+def _line_args(
+    line: BatchLine | LineError, batch_id: str, options: SubmitOptions, mark: Mark | None
+) -> list[Arg]:
     custom_id = line.custom_id or ""
     if isinstance(line, LineError):
         error = {
@@ -281,7 +344,7 @@ def _line_args(line: BatchLine | LineError, batch_id: str, options: SubmitOption
             "line": line.line,
             "custom_id": line.custom_id,
         }
-        return [line.line, custom_id, "", "", json.dumps(error, ensure_ascii=False)]
+        return [line.line, custom_id, "", "", json.dumps(error, ensure_ascii=False), ""]
     meta = {"batch": batch_id, "custom_id": custom_id, "model": options.model}
     return [
         line.line,
@@ -289,4 +352,5 @@ def _line_args(line: BatchLine | LineError, batch_id: str, options: SubmitOption
         json_bytes(meta),
         encode_call(line.endpoint.function, line.body),
         "",
+        "" if mark is None else str(mark),
     ]

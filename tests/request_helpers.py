@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,3 +37,9 @@ def chat_refusal(**fields: Any) -> RequestError:
 
 def completion_refusal(**fields: Any) -> RequestError:
     return refusal(Endpoint.COMPLETIONS, **{"prompt": "hello", **fields})
+
+
+def common_chars(texts: Sequence[str]) -> int:
+    """With how many characters all of the texts begin."""
+    shortest = min(map(len, texts))
+    return next((i for i in range(shortest) if len({text[i] for text in texts}) > 1), shortest)

@@ -31,6 +31,7 @@ from queue_service.errors import BatchNotFound, ConfigurationError, ServerUnavai
 from queue_service.follow import follow
 from queue_service.local_server import LocalServer, state_lock
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
+from queue_service.prefix_plan import PrefixPlan
 from queue_service.results import BatchReader
 from queue_service.settings import (
     RedisSettings,
@@ -372,6 +373,7 @@ class LocalRun:
                 with contextlib.closing(connect(redis)) as connection:
                     feeder.feed(
                         connection,
+                        on_plan=self._note_plan,
                         should_stop=lambda: has_ended.is_set() or self._must_stop(),
                     )
             except Exception as error:  # the top of the thread: the run ends with it
@@ -384,6 +386,10 @@ class LocalRun:
         finally:
             has_ended.set()
             thread.join()
+
+    def _note_plan(self, plan: PrefixPlan) -> None:
+        if plan.num_groups:
+            self._on_note(plan.summary())
 
     def _must_stop(self) -> bool:
         return self._stop_level > 0 or self._failure is not None

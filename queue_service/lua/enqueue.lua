@@ -5,7 +5,8 @@
 --      5 qsvc:batch:<id>  6 qsvc:batch:<id>:lines  7 qsvc:batch:<id>:errors
 -- ARGV 1 batch id  2 queue name  3 iso time  4 description  5 format version  6 stream flag
 --      7 last line of the chunk  8 '1' when it is the last chunk  9 the last line before the chunk
---      then per line: number, custom id, meta (JSON), job data (zlib) or '', error (JSON) or ''
+--      then per line: number, custom id, meta (JSON), job data (zlib) or '', error (JSON) or '',
+--      what its prompt shares with other lines (qsvc_prefix) or ''
 -- Writes also rq:job:<batch>-<line>, qsvc:batch:<id>:done, qsvc:batch:<id>:outcomes.
 -- Returns the batch's status and how many of its lines have not ended; nothing is added unless
 -- the status is in_progress. Returns 'gap' and 0 when lines before the chunk are missing.
@@ -16,8 +17,8 @@ local cursor = tonumber(b[2] or 0)
 if cursor < tonumber(ARGV[9]) then return {'gap', 0} end
 local total, failed = 0, 0
 local listed, queued = {}, {}
-for i = 10, #ARGV, 5 do
-  local line, custom_id, meta, data, err = unpack(ARGV, i, i + 4)
+for i = 10, #ARGV, 6 do
+  local line, custom_id, meta, data, err, prefix = unpack(ARGV, i, i + 5)
   if tonumber(line) > cursor then
     total = total + 1
     listed[total] = line .. ' ' .. custom_id
@@ -28,6 +29,7 @@ for i = 10, #ARGV, 5 do
         'meta', meta, 'timeout', '-1', 'qsvc_v', ARGV[5], 'qsvc_batch', ARGV[1],
         'qsvc_line', line, 'qsvc_stream', ARGV[6], 'retries_left', AUTO_RETRIES,
         'enqueue_at_front_on_retry', '1', 'qsvc_auto_retry', '1')
+      if prefix ~= '' then redis.call('HSET', job_key(id), 'qsvc_prefix', prefix) end
       queued[#queued + 1] = id
     else
       failed = failed + 1

@@ -148,6 +148,29 @@ def test_a_fresh_run_or_another_key_is_another_batch(
     assert batch_id("--key", "k") == ids[2]
 
 
+def test_a_dry_run_shows_bad_lines_and_what_lines_share_and_needs_no_server(
+    in_process: InProcess, tmp_path: Path
+) -> None:
+    lines: list[Any] = [chat_line(f"c{i}", "Be terse. " * 60 + str(i)) for i in range(3)]
+    path = write_lines(tmp_path / "in.jsonl", [*lines, "not json"])
+    code, out, _ = in_process("submit", path, "--dry-run", "--redis", NOWHERE)
+    assert code == 0
+    assert "line 4: invalid_json_line" in out
+    assert "4 lines, 1 of them bad; nothing was queued" in out
+    assert "3 of 4 lines begin like others, in 1 group" in out
+    assert "3 lines, the first of them line 1, share 60" in out
+    code, out, _ = in_process("submit", path, "--dry-run", "--no-plan", "--json")
+    assert (code, json.loads(out)) == (0, {"lines": 4, "bad_lines": 1, "plan": None})
+
+
+def test_a_submit_says_how_many_lines_begin_alike(qsvc: Qsvc, tmp_path: Path) -> None:
+    lines = [chat_line(f"c{i}", "Be brief. " * 60 + str(i)) for i in range(3)]
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    assert "3 of 3 lines begin like others" in qsvc("submit", path, "--model", "fake").stderr
+    said = qsvc("submit", path, "--model", "fake", "--new", "--no-plan").stderr
+    assert "begin like others" not in said
+
+
 def test_standard_input_and_compressed_files_are_the_same_batch(qsvc: Qsvc, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", chat_lines(2, max_tokens=2))
     packed = tmp_path / "in.jsonl.gz"

@@ -20,9 +20,11 @@ from rq.job import Job
 from queue_service import keys
 from queue_service.batch_file import open_batch
 from queue_service.batches import Batches, Status
+from queue_service.broker import Broker
 from queue_service.connection import connect
 from queue_service.errors import BatchConflict, BatchFileError
 from queue_service.local_server import LocalServer
+from queue_service.prefix_plan import PrefixPlan
 from queue_service.results import BatchReader, read_job
 from queue_service.scripts import Scripts
 from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
@@ -47,7 +49,7 @@ def submit(
     key: str = "",
     strict: bool = False,
     stream: bool = False,
-    **limits: int,
+    **limits: int | bool,
 ) -> Submission:
     options = SubmitOptions(
         queue=queue,
@@ -523,3 +525,103 @@ def test_a_line_that_was_refused_is_known_with_its_reason(redis: Redis, tmp_path
     assert refused.status == "failed"
     assert refused.error is not None
     assert refused.error["code"] == "missing_field"
+
+
+NOTES, RULES = "You know the town well. " * 40, "Answer in one word. " * 60
+
+
+def marked_lines() -> list[Any]:
+    texts = (NOTES + "one", RULES + "one", "short", "not json", NOTES + "two", RULES + "two")
+    lines: list[Any] = [chat_line(f"c{i}", text) for i, text in enumerate(texts, 1)]
+    lines[3] = texts[3]
+    return lines
+
+
+def prefix_fields(redis: Redis, batch_id: str) -> dict[int, str]:
+    """The marks of a batch's jobs, by line."""
+    found: dict[int, str] = {}
+    for key in redis.scan_iter(f"{keys.rq_job(batch_id)}-*"):
+        mark = redis.hget(key, "qsvc_prefix")
+        if isinstance(mark, bytes):
+            found[int(key.rsplit(b"-", 1)[1])] = mark.decode()
+    return found
+
+
+def test_lines_that_begin_alike_are_queued_with_one_mark(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", marked_lines())
+    marks = prefix_fields(redis, submit(redis, path).batch.id)
+    assert marks.keys() == {1, 2, 5, 6}
+    assert marks[1] == marks[5] != marks[2] == marks[6]
+    assert int(marks[1].split(":")[1]) >= len(NOTES)
+
+
+def test_marks_are_left_out_where_nobody_wants_them(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", marked_lines())
+    assert prefix_fields(redis, submit(redis, path, plan=False).batch.id) == {}
+
+
+def test_a_mark_takes_less_than_a_hundred_bytes(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", marked_lines())
+    with_marks, without = submit(redis, path), submit(redis, path, key="k", plan=False)
+
+    def num_bytes(submission: Submission, line: int) -> int:
+        name = keys.rq_job(f"{submission.batch.id}-{line}")
+        return int(redis.memory_usage(name, samples=0) or 0)
+
+    assert 0 < num_bytes(with_marks, 1) - num_bytes(without, 1) < 100
+    assert num_bytes(with_marks, 3) == num_bytes(without, 3)
+
+
+def test_the_file_once_more_is_the_same_batch_with_the_same_marks(
+    redis: Redis, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", marked_lines())
+    first = submit(redis, path)
+    marks = prefix_fields(redis, first.batch.id)
+    again = submit(redis, path)
+    assert (again.is_new, again.batch.id) == (False, first.batch.id)
+    assert prefix_fields(redis, first.batch.id) == marks
+    # What is no part of the requests is none of the batch's name.
+    assert not submit(redis, path, plan=False).is_new
+
+
+def test_a_submit_that_was_cut_off_goes_on_with_the_same_marks(
+    redis: Redis, tmp_path: Path, before_enqueue: dict[int, Callable[[], None]]
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", marked_lines())
+
+    def lose_the_connection() -> None:
+        raise ConnectionError("the connection broke")
+
+    before_enqueue[2] = lose_the_connection
+    with pytest.raises(ConnectionError):
+        submit(redis, path, chunk_lines=2)
+    batch_id = the_only_batch(redis)
+    begun = prefix_fields(redis, batch_id)
+    assert begun.keys() == {1, 2}
+    submit(redis, path, chunk_lines=2)
+    marks = prefix_fields(redis, batch_id)
+    assert marks.keys() == {1, 2, 5, 6}
+    assert {line: marks[line] for line in begun} == begun
+    assert (marks[5], marks[6]) == (marks[1], marks[2])
+
+
+def test_what_is_submitted_already_is_not_looked_at_again(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", marked_lines())
+    options = SubmitOptions(queue=QUEUE, model="a-model")
+    found: list[PrefixPlan] = []
+    for _ in range(2):
+        with open_batch(path) as file:
+            submit_file(redis, file, options, on_plan=found.append)
+    [plan] = found
+    assert (plan.num_groups, plan.num_lines) == (2, 4)
+
+
+def test_a_claim_hands_the_mark_to_the_worker(redis: Redis, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", marked_lines())
+    marks = prefix_fields(redis, submit(redis, path).batch.id)
+    broker = Broker(redis, worker="w", queues=[QUEUE], lease_seconds=10)
+    claimed, _ = broker.claim(9, crash_retries=2)
+    assert [job.text("qsvc_prefix") for job in claimed] == [
+        marks.get(line) for line in (1, 2, 3, 5, 6)
+    ]

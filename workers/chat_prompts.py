@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from threading import Lock
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from queue_service.errors import RequestError
+from queue_service.prefix_plan import Cut, Mark, cut_after
 from queue_service.requests import ChatRequest
 from workers.cache_boundary import CacheBoundary, ChatEncoder
-from workers.prefixes import common_length
+from workers.known_beginnings import KnownBeginnings
 from workers.token_history import TokenHistory
 
-_MOST_DECLARED: Final = 256
-_OTHER_TEXTS: Final = ("x", "\n\nx")  # where a template keeps leading space, it may join tokens
+# Less is computed again as fast as it is read.
+LEAST_PLANNED_TOKENS: Final = 128
+OTHER_TEXTS: Final = ("x", "\n\nx")  # where a template keeps leading space, it may join tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class ChatPrompts:
 
     A chat of a session begins with the ids that built its stored turns, and keeps its own: up to
     what the next turn will share, and its answer. One that only declares a `prompt_cache_key`
-    keeps what stands before its last message. Safe between threads.
+    keeps what stands before its last message. One that is marked as beginning like others keeps
+    that. Safe between threads.
 
     Args:
         history: the ids of turns that are kept; None where nothing is, and chats are just encoded.
@@ -47,18 +48,36 @@ class ChatPrompts:
         self._encoder = encoder
         self._history = history
         self._boundary = CacheBoundary(encoder)
-        self._declared: OrderedDict[str, tuple[int, ...]] = OrderedDict()
-        self._lock = Lock()
+        self._beginnings = KnownBeginnings()
 
     def encode(
-        self, request: ChatRequest, rendered: str, rendering: Mapping[str, Any]
+        self,
+        request: ChatRequest,
+        rendered: str,
+        rendering: Mapping[str, Any],
+        *,
+        body: Mapping[str, Any] | None = None,
+        mark: Mark | None = None,
     ) -> ChatPrompt:
         """Return the tokens of a chat.
 
         Args:
             rendered: its text.
             rendering: the keywords it was rendered with, without those of the last turn.
+            body: what the request was read from.
+            mark: what its prompt text has in common with others, if anybody said so.
         """
+        prompt = self._encode(request, rendered, rendering)
+        if self._history is None or mark is None or body is None:
+            return prompt
+        length = self._planned_length(mark, body, request, prompt.ids, rendering)
+        if length < LEAST_PLANNED_TOKENS or length in prompt.keep:
+            return prompt
+        return replace(prompt, keep=(*prompt.keep, length))
+
+    def _encode(
+        self, request: ChatRequest, rendered: str, rendering: Mapping[str, Any]
+    ) -> ChatPrompt:
         canonical = self._encoder.encode_chat(rendered)
         if self._history is None or request.session is None:
             return ChatPrompt(canonical)
@@ -66,7 +85,8 @@ class ChatPrompts:
         goes_on = request.session_id or any(m.get("role") == "assistant" for m in messages)
         if not goes_on:
             assert request.prompt_cache_key is not None
-            length = self._declared_length(request.prompt_cache_key, messages, canonical, rendering)
+            key, before_last = request.prompt_cache_key, Cut(len(messages) - 1, "content", 0)
+            length = self._length(f"key:{key}", before_last, messages, canonical, rendering)
             return ChatPrompt(canonical, (length,) if length else ())
         ids = self._history.resolve(rendered, canonical)
         stable = self._boundary.stable_length(
@@ -78,29 +98,50 @@ class ChatPrompts:
         )
         return ChatPrompt(ids, (stable,), keeps_answer=True)
 
-    def _declared_length(
+    def _planned_length(
+        self,
+        mark: Mark,
+        body: Mapping[str, Any],
+        request: ChatRequest,
+        ids: Sequence[int],
+        rendering: Mapping[str, Any],
+    ) -> int:
+        cut = cut_after(body, mark.chars)
+        if cut is None:
+            return 0
+        messages = request.template_messages()
+        return self._length(f"group:{mark.group}", cut, messages, ids, rendering)
+
+    def _length(
         self,
         key: str,
+        cut: Cut,
         messages: Sequence[Mapping[str, Any]],
         ids: Sequence[int],
         rendering: Mapping[str, Any],
     ) -> int:
-        """Return how many tokens stand before the last message; the same for all of one key."""
-        with self._lock:
-            known = self._declared.get(key)
-        if known is not None and tuple(ids[: len(known)]) == known:
-            return len(known)
-        length = len(ids)
-        try:
-            for text in _OTHER_TEXTS:
-                changed = [*messages[:-1], {**messages[-1], "content": text}]
+        """Return how many tokens stand before a place of a chat; the same for all of one key."""
+
+        def others() -> Iterator[list[int]]:
+            for text in OTHER_TEXTS:
+                changed = _with_other_text(messages, cut, text)
                 other = self._encoder.render_chat(changed, add_generation_prompt=True, **rendering)
-                length = min(length, common_length(ids, self._encoder.encode_chat(other)))
+                yield self._encoder.encode_chat(other)
+
+        try:
+            return self._beginnings.length(key, ids, others)
         except RequestError:  # a template that refuses what nobody asked for
             return 0
-        with self._lock:
-            self._declared[key] = tuple(ids[:length])
-            self._declared.move_to_end(key)
-            if len(self._declared) > _MOST_DECLARED:
-                self._declared.popitem(last=False)
-        return length
+
+
+def _with_other_text(
+    messages: Sequence[Mapping[str, Any]], cut: Cut, text: str
+) -> list[Mapping[str, Any]]:
+    """Return a chat with the same turns that says something else from a place on."""
+    changed = list(messages[: cut.message])
+    for message in messages[cut.message :]:
+        other = {**message, "content": text}
+        if message is messages[cut.message]:
+            other[cut.field] = message.get(cut.field, "")[: cut.offset] + text
+        changed.append(other)
+    return changed

@@ -10,6 +10,7 @@ from queue_service.broker import Claimed
 from queue_service.errors import RequestError
 from queue_service.json_text import quoted
 from queue_service.payload import Call, decode_call
+from queue_service.prefix_plan import Mark
 from queue_service.requests import (
     ChatRequest,
     CompletionRequest,
@@ -19,8 +20,9 @@ from queue_service.requests import (
 )
 from queue_service.tool_fields import ToolChoiceMode
 from workers.answer_forms import AnswerForms
-from workers.chat_prompts import ChatPrompts
+from workers.chat_prompts import LEAST_PLANNED_TOKENS, OTHER_TEXTS, ChatPrompts
 from workers.engine import LogitRules
+from workers.known_beginnings import KnownBeginnings
 from workers.requests import PreparedRequest, Prompt
 from workers.sampling import SamplingDefaults, SamplingPlan, default_seed
 from workers.token_history import TokenHistory
@@ -98,6 +100,7 @@ class Preparer:
     ) -> None:
         self._encoder = encoder
         self._chats = ChatPrompts(encoder, history)
+        self._beginnings = KnownBeginnings() if history is not None else None
         self._limits = limits
         self._model = model
         self._forms = forms or AnswerForms()
@@ -117,15 +120,16 @@ class Preparer:
         request = parse_request(endpoint, body, is_clean=True)
         keeps_answer = False
         _check_agreement(request)
+        mark = Mark.parse(claimed.text("qsvc_prefix"))
         if isinstance(request, ChatRequest):
             rendering = self._rendering(request)
             rendered = self._render(request, rendering)
-            chat = self._chats.encode(request, rendered, rendering)
+            chat = self._chats.encode(request, rendered, rendering, body=body, mark=mark)
             prompts: tuple[Prompt, ...] = (self._prompt(request, chat.ids, keep=chat.keep),)
             keeps_answer = chat.keeps_answer and request.n == 1
             form = self._forms.of_chat(request, rendered, job_id=claimed.job_id)
         else:
-            prompts = tuple(self._text_prompt(request, prompt) for prompt in request.prompts)
+            prompts = tuple(self._text_prompt(request, prompt, mark) for prompt in request.prompts)
             form = self._forms.of_text(request)
         return PreparedRequest(
             claimed=claimed,
@@ -182,7 +186,9 @@ class Preparer:
             **rendering,
         )
 
-    def _text_prompt(self, request: CompletionRequest, prompt: str | tuple[int, ...]) -> Prompt:
+    def _text_prompt(
+        self, request: CompletionRequest, prompt: str | tuple[int, ...], mark: Mark | None
+    ) -> Prompt:
         if isinstance(prompt, str):
             ids = self._encoder.encode(prompt, add_special_tokens=True)
         else:
@@ -193,7 +199,24 @@ class Preparer:
             if request.num_top_logprobs is not None:
                 raise RequestError("'echo' and 'logprobs' together are not supported", param="echo")
             echo = prompt if isinstance(prompt, str) else self._encoder.decode(prompt)
-        return self._prompt(request, ids, echo=echo)
+        keep: tuple[int, ...] = ()
+        if mark is not None and isinstance(prompt, str) and len(request.prompts) == 1:
+            keep = self._planned(prompt, ids, mark)
+        return self._prompt(request, ids, echo=echo, keep=keep)
+
+    def _planned(self, prompt: str, ids: Sequence[int], mark: Mark) -> tuple[int, ...]:
+        """Return the length of what a text has in common with others, if that is worth keeping."""
+        if self._beginnings is None:
+            return ()
+        length = self._beginnings.length(
+            mark.group,
+            ids,
+            lambda: (
+                self._encoder.encode(prompt[: mark.chars] + text, add_special_tokens=True)
+                for text in OTHER_TEXTS
+            ),
+        )
+        return (length,) if length >= LEAST_PLANNED_TOKENS else ()
 
     def _prompt(
         self, request: Request, ids: Sequence[int], *, echo: str = "", keep: tuple[int, ...] = ()

@@ -69,3 +69,31 @@ def test_a_chat_goes_on_in_the_next_run_where_its_answer_ended(tmp_path: Path) -
     [following] = run(tmp_path, "two", [second])
     # All of the turn before but its last token, which was drawn and never fed.
     assert cached_tokens(following) >= told["usage"]["total_tokens"] - 1
+
+
+def test_a_file_is_planned_so_that_the_second_of_a_group_finds_what_the_first_computed(
+    tmp_path: Path,
+) -> None:
+    def shuffled(notes: str) -> list[dict[str, Any]]:
+        lines = [line(str(i), question) for i, question in enumerate([*QUESTIONS, "Why?"])]
+        for one, group in zip(lines, "ABAB", strict=True):
+            one["body"]["messages"][0]["content"] = f"{notes} {group}. {NOTES[: len(NOTES) // 2]}"
+        return lines
+
+    env = {"QSVC_WORKER_CLAIM_AHEAD": "0"}
+    cached: dict[str, list[int]] = {}
+    said: dict[str, str] = {}
+    for flag in ("--plan", "--no-plan"):
+        file = write_lines(tmp_path / f"in{flag}.jsonl", shuffled(f"Notes {flag}"))
+        out = tmp_path / f"out{flag}.jsonl"
+        done = run_qsvc("run", file, "-o", out, "--slots", "1", flag, env=env, seconds=180)
+        assert done.returncode == 0, done.stderr
+        cached[flag], said[flag] = (
+            [cached_tokens(answer) for answer in read_output(out)],
+            done.stderr,
+        )
+    assert "4 of 4 lines begin like others, in 2 groups" in said["--plan"]
+    assert "begin like others" not in said["--no-plan"]
+    assert all(tokens > 128 for tokens in cached["--plan"][2:]), cached
+    # Without a plan nobody knows that what comes for the first time will come again.
+    assert all(tokens < 128 for tokens in cached["--no-plan"]), cached

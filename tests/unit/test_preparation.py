@@ -18,6 +18,7 @@ from tests.harness import chat_body, make_claimed
 from workers.preparation import Limits, Preparer, timeout_seconds
 from workers.requests import PreparedRequest
 from workers.sampling import SamplingDefaults, default_seed
+from workers.token_history import TokenHistory
 
 
 def make_preparer(**limits: int) -> Preparer:
@@ -288,3 +289,35 @@ def test_what_contradicts_a_constraint_is_refused(field: str, value: Any) -> Non
 def test_a_line_may_not_ask_for_answers_without_number() -> None:
     body = {"prompt": ["a"] * 20, "n": 128}
     assert refusal(claimed_call(tasks.COMPLETION, body)).param == "prompt"
+
+
+def keep_of(function: str, body: Any, mark: str) -> tuple[int, ...]:
+    preparer = Preparer(
+        FakeTokenizer(),
+        Limits(CONTEXT, VOCABULARY, frozenset({EOS})),
+        model="served-model",
+        history=TokenHistory(FakeTokenizer()),
+    )
+    return preparer.prepare(claimed_call(function, body, qsvc_prefix=mark)).prompts[0].keep
+
+
+def test_a_marked_job_keeps_what_its_mark_covers() -> None:
+    mark = "0123456789abcdef:150"
+    assert keep_of(tasks.COMPLETION, {"prompt": "a" * 200}, mark) == (150,)
+    assert keep_of(tasks.COMPLETION, {"prompt": ["a" * 200]}, mark) == (150,)
+    [length] = keep_of(tasks.CHAT, chat_body("a" * 200), mark)
+    assert 128 <= length <= 150
+
+
+def test_a_bad_mark_is_ignored() -> None:
+    for mark in ("0123456789abcdef:0", "0123456789abcdef:127", "x:150", "150", "\x00"):
+        for function, body in (
+            (tasks.COMPLETION, {"prompt": "a" * 200}),
+            (tasks.CHAT, chat_body("a" * 200)),
+        ):
+            assert keep_of(function, body, mark) == ()
+
+
+def test_a_mark_says_nothing_of_token_ids_and_of_several_prompts() -> None:
+    for prompt in ([97] * 200, ["a" * 200, "a" * 200]):
+        assert keep_of(tasks.COMPLETION, {"prompt": prompt}, "0123456789abcdef:150") == ()

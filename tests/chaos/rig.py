@@ -370,8 +370,8 @@ class Rig:
         *texts, (_, last) = entries
         attempt, tokens = 0, b""
         for _, fields in texts:
-            if int(fields[b"a"]) > attempt:
-                attempt, tokens = int(fields[b"a"]), b""
+            if int(fields[b"a"]) > attempt:  # what follows stands in place of what was there
+                attempt, tokens = int(fields[b"a"]), tokens[: int(fields[b"i"])]
             assert (int(fields[b"a"]), int(fields[b"i"])) == (attempt, len(tokens))
             tokens += fields[b"t"]
         assert last[b"e"] == b"done"

@@ -31,7 +31,7 @@ def test_a_worker_that_was_held_still_past_its_lease_delivers_nothing(rig: Rig) 
 
 
 def test_the_results_of_a_worker_that_missed_its_heartbeats_are_refused(rig: Rig) -> None:
-    work = rig.submit(12, num_tokens=400)
+    work = rig.submit(12, num_tokens=800)
     # It works on and delivers, but has let its leases end; the heir is slower still.
     rig.start_worker("zombie", command=rig.child(is_mute=True), reap_seconds=60)
     rig.wait_for_holding("zombie", 16)

@@ -270,6 +270,7 @@ def _preparer(settings: ChildSettings, served: ServedModel) -> Preparer:
         defaults=served.sampling_defaults,
         allowed_callbacks=frozenset(settings.worker.callbacks),
         history=served.history,
+        model_digest=served.info.digest,
     )
 
 

@@ -11,6 +11,7 @@ from queue_service.errors import RequestError
 from queue_service.json_text import quoted
 from queue_service.payload import Call, decode_call
 from queue_service.prefix_plan import Mark
+from queue_service.progress import Progress
 from queue_service.requests import (
     ChatRequest,
     CompletionRequest,
@@ -85,6 +86,7 @@ class Preparer:
         defaults: what a request gets that does not say.
         allowed_callbacks: names that a job may have called at its end.
         history: the tokens of chats whose keys and values are kept; None where none are.
+        model_digest: of the model; what another one generated is not gone on with.
     """
 
     def __init__(
@@ -97,10 +99,12 @@ class Preparer:
         defaults: SamplingDefaults | None = None,
         allowed_callbacks: frozenset[str] = frozenset(),
         history: TokenHistory | None = None,
+        model_digest: str = "",
     ) -> None:
         self._encoder = encoder
         self._chats = ChatPrompts(encoder, history)
         self._beginnings = KnownBeginnings() if history is not None else None
+        self._model_digest = model_digest
         self._limits = limits
         self._model = model
         self._forms = forms or AnswerForms()
@@ -131,7 +135,7 @@ class Preparer:
         else:
             prompts = tuple(self._text_prompt(request, prompt, mark) for prompt in request.prompts)
             form = self._forms.of_text(request)
-        return PreparedRequest(
+        prepared = PreparedRequest(
             claimed=claimed,
             endpoint=endpoint,
             model=self._model,
@@ -146,7 +150,21 @@ class Preparer:
             num_top_logprobs=request.num_top_logprobs,
             priority=request.priority,
             keeps_answer=keeps_answer,
+            model_digest=self._model_digest,
         )
+        return self._resumed(prepared)
+
+    def _resumed(self, request: PreparedRequest) -> PreparedRequest:
+        """Let a request go on with what an earlier execution of its job has generated."""
+        joined = request.claimed.fields.get("qsvc_progress")
+        if not joined:
+            return request
+        progress = Progress.decode(joined, num_top_logprobs=request.num_top_logprobs)
+        if progress is not None:
+            size = self._limits.vocabulary_size
+            if any(token_id >= size for ids in progress.tokens.values() for token_id in ids):
+                return request
+        return request.resume(progress)
 
     def _check_followers(self, claimed: Claimed) -> None:
         """Refuse a job whose end would import a name or call a URL that came from Redis."""

@@ -62,12 +62,14 @@ def read_text(
                     yield from _rest(connection, job_id, text.shown)
                     yield _end(fields)
                     return
+                if fields.get(b"c", b"0") != b"0":
+                    continue  # each choice begins anew, or goes on, by itself
                 entry_attempt, first = int(fields.get(b"a", 1)), int(fields.get(b"i", 0))
                 if entry_attempt > attempt:
                     attempt, num_tokens = entry_attempt, first
                     if first == 0:
                         text.begin_again()
-                if entry_attempt < attempt or first < num_tokens or fields.get(b"c", b"0") != b"0":
+                if entry_attempt < attempt or first < num_tokens:
                     continue
                 num_tokens = first
                 yield from text.add(fields[b"t"].decode("utf-8", "replace"))

@@ -41,7 +41,10 @@ class Sink(Protocol):
         pieces: Sequence[Piece],
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """A choice has one token more, or NO_TOKEN; the pieces became certain with it."""
+        """A choice has one token more, or NO_TOKEN; the pieces became certain with it.
+
+        What ends a choice is one too: whoever goes on must know that it has ended.
+        """
 
     def end(self, generated: Generated) -> None:
         """Every choice of a request came to its end."""
@@ -286,15 +289,8 @@ class GenerationThread:
 
     def _advance(self, engine: Engine, job: _Job, choice: int, token: Token) -> None:
         builder = job.builders[choice]
-        num_before = builder.num_tokens
         pieces = builder.push(token)
-        # What ends a choice without being part of it is no token of the answer.
-        if builder.num_tokens > num_before:
-            self._sink.advance(
-                job.request.execution_id, choice, token.token_id, pieces, token.logprobs
-            )
-        else:
-            self._sink.advance(job.request.execution_id, choice, NO_TOKEN, pieces)
+        self._sink.advance(job.request.execution_id, choice, token.token_id, pieces, token.logprobs)
         if not builder.has_ended:
             return
         del self._rows[token.row_id]

@@ -296,8 +296,9 @@ class Publisher:
             channel.unwritten = _Texts()
             channel.written_tokens = channel.num_tokens.copy()
         progress: list[bytes] = []
-        is_due = now >= channel.next_progress
-        if channel.unsaved_ids and channel.ended is None and (entries or is_due):
+        # Also with the last text: whoever goes on after a death tells what follows it, once.
+        is_due = now >= channel.next_progress and channel.ended is None
+        if channel.unsaved_ids and (entries or is_due):
             progress = self._take_progress(channel)
             channel.next_progress = now + self._progress_interval
         if not entries and not progress:

@@ -116,7 +116,7 @@ class PreparedRequest:
         )
 
     def generated(self, choice: int) -> tuple[int, ...]:
-        """Return the tokens that an earlier execution generated of a choice."""
+        """Return the tokens that an earlier execution generated of a choice, its end included."""
         return self.resumed.tokens.get(choice, ()) if self.resumed is not None else ()
 
     def rows(self, decoder: Decoder) -> list[RowRequest]:
@@ -152,7 +152,8 @@ class PreparedRequest:
         matcher = self.form.matcher(decoder)
         if matcher is not None:
             for token_id in self.generated(choice):
-                matcher.accept(token_id)
+                if token_id not in self.stop_ids:
+                    matcher.accept(token_id)
         return matcher
 
     def row_id(self, choice: int) -> str:

@@ -12,7 +12,8 @@
 --      even when it has no entry yet, whether the job's own Retry applies, and seconds until a
 --      transient failure is tried again or -1
 -- Writes also rq:job:<id>, rq:results:<id>, rq:executions:<id>, the batches' keys,
--- qsvc:stream:<id>; drops rq:execution:<id>:<ex>, qsvc:progress:<id>:<ex>.
+-- qsvc:stream:<id>; drops rq:execution:<id>:<ex>, qsvc:progress:<id>:<ex>. After a transient
+-- failure the next try goes on with the latter.
 -- Returns for each: ok; aftercare (ok, and <id>:<ex>:<status> is in qsvc:aftercare:<q> for the
 -- job's dependents, callbacks or rate limit); retry; lost (not our lease); the status that
 -- refused the result; or server error and its text, when a key of the job has a wrong type.
@@ -72,6 +73,8 @@ local CALLBACKS = {finished = 'success_callback_name', failed = 'failure_callbac
 -- What belongs to the ended executions, dropped by one command each at the end, and what enters
 -- the registries.
 local ended, ended_keys, into_finished, into_failed = {}, {}, {}, {}
+-- Executions whose progress the next one goes on with.
+local has_progress = {}
 
 local function finish_one(payload, outcome_of, composite, is_held, has_followers)
   local id, ex, status, keep, start, finish, err, prompt, completion, cached, stream_end,
@@ -105,6 +108,11 @@ local function finish_one(payload, outcome_of, composite, is_held, has_followers
     if tries <= most_tries then
       redis.call('HSET', jk, 'qsvc_transient', tries)
       redis.call('HDEL', jk, 'qsvc_execution', 'qsvc_alone')
+      -- What it would have gone on with is left to the next try.
+      if redis.call('EXISTS', 'qsvc:progress:' .. composite) == 1 then
+        redis.call('HSET', jk, 'qsvc_resume', ex)
+        has_progress[composite] = true
+      end
       again(jk, id, transient_seconds, true)
       return 'retry'
     end
@@ -205,7 +213,6 @@ for at = 6, #ARGV, 2 do
   outcomes[#outcomes + 1] = decoded
   ended[#ended + 1] = composite
   ended_keys[#ended_keys + 1] = RQ .. ':execution:' .. composite
-  ended_keys[#ended_keys + 1] = 'qsvc:progress:' .. composite
   followers[#followers + 1] = 'qsvc:stream:' .. id
   followers[#followers + 1] = job_key(id) .. ':dependents'
 end
@@ -220,6 +227,9 @@ for i, composite in ipairs(ended) do
     has_followers)
   -- Somebody changed the type of a key of this job: the others must not suffer.
   replies[i] = is_well and reply or 'server error: ' .. (reply.err or tostring(reply))
+  if not has_progress[composite] then
+    ended_keys[#ended_keys + 1] = 'qsvc:progress:' .. composite
+  end
 end
 redis.call('SREM', wex, unpack(ended))
 redis.call('DEL', unpack(ended_keys))

@@ -3,7 +3,7 @@
 -- ARGV 1 iso time  2.. job ids
 -- Writes rq:job:<id>, rq:queue:<origin>, rq:failed:<origin>, rq:canceled:<origin>, rq:queues,
 -- rq:rl-keys, rq:rl:<limit>, rq:rl:<limit>:rate_limited, the batch's keys; drops
--- qsvc:stream:<id>.
+-- qsvc:stream:<id>, qsvc:progress:<id>:<ex>.
 -- A batch that had ended is in progress again.
 -- Returns the ids that were queued.
 local queued, now = {}, redis_now()
@@ -26,8 +26,9 @@ for i = 2, #ARGV do
     redis.call('ZREM', RQ .. ':failed:' .. f[2], id)
     redis.call('ZREM', RQ .. ':canceled:' .. f[2], id)
     redis.call('PERSIST', jk)
+    drop_progress(id, redis.call('HMGET', jk, 'qsvc_execution', 'qsvc_resume'))
     redis.call('HDEL', jk, 'qsvc_settled', 'qsvc_deaths', 'qsvc_reached', 'qsvc_transient',
-      'qsvc_execution', 'qsvc_alone')
+      'qsvc_execution', 'qsvc_resume', 'qsvc_alone')
     redis.call('HSET', jk, 'status', 'queued', 'enqueued_at', ARGV[1], 'started_at', '',
       'ended_at', '', 'worker_name', '', 'qsvc_generation', number(f[5], 0) + 1)
     redis.call('DEL', 'qsvc:stream:' .. id)

@@ -18,6 +18,7 @@ from tests.harness import eventually, make_claimed
 from workers.answer import text_of
 from workers.answer_forms import Piece
 from workers.batch_engine import BatchEngine
+from workers.engine import TokenLogprobs
 from workers.generation import EngineParts, GenerationThread
 from workers.main import answer_forms
 from workers.model_info import DEMO_MODEL
@@ -71,8 +72,20 @@ class Collector:
     def begin(self, request: PreparedRequest) -> None:
         self.texts[request.execution_id] = []
 
+    def resume(
+        self, execution_id: str, choice: int, token_ids: Sequence[int], pieces: Sequence[Piece]
+    ) -> None:
+        self.texts[execution_id].append(text_of(pieces))
+
+    def note_cached(self, execution_id: str, num_tokens: int) -> None: ...
+
     def advance(
-        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+        self,
+        execution_id: str,
+        choice: int,
+        token_id: int,
+        pieces: Sequence[Piece],
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         self.texts[execution_id].append(text_of(pieces))
 

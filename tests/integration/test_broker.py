@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -363,6 +364,36 @@ def test_a_cancelled_job_leaves_nothing_that_it_generated(redis: Redis, broker: 
     publish(broker, claimed, 1, ids=[1])
     broker.requeue([claimed])
     assert Batches(redis).cancel_job(claimed.job_id)
+    left: Any = redis.keys("qsvc:progress:*")
+    assert left == []
+
+
+def test_a_job_whose_try_failed_by_bad_luck_goes_on_at_the_next(
+    redis: Redis, broker: Broker
+) -> None:
+    job = enqueue_chat(redis, "x", NORMAL)
+    [claimed] = claim(broker)
+    publish(broker, claimed, 1, ids=[1, 2])
+    busy = replace(ANSWER, ending=Ending.FAILED, error={"code": "unavailable"}, retry_seconds=60)
+    assert broker.finish([(claimed, busy)]) == ["retry"]
+    redis.zadd(keys.rq_scheduled(NORMAL), {job.id: 1})
+    broker.schedule()
+    [again] = claim(broker)
+    assert again.fields["qsvc_progress"] == join_elements([encode_tokens(0, [1, 2])])
+    assert broker.finish([(again, ANSWER)]) == ["ok"]
+    left: Any = redis.keys("qsvc:progress:*")
+    assert left == []
+
+
+def test_a_job_that_a_person_asked_for_again_begins_anew(redis: Redis, broker: Broker) -> None:
+    job = enqueue_chat(redis, "x", NORMAL)
+    [claimed] = claim(broker)
+    publish(broker, claimed, 1, ids=[1])
+    broker.requeue([claimed])
+    job.cancel()  # by a stock client, which knows nothing of progress
+    assert Batches(redis).retry_jobs([job.id]) == [job.id]
+    [again] = claim(broker)
+    assert "qsvc_progress" not in again.fields
     left: Any = redis.keys("qsvc:progress:*")
     assert left == []
 

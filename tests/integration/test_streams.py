@@ -168,6 +168,17 @@ def test_a_worker_that_goes_on_where_the_last_one_stopped_restarts_nothing(
     assert items == [TextChunk("one "), TextChunk("two"), StreamEnd("done")]
 
 
+def test_another_choice_that_begins_anew_restarts_nothing(redis: Redis, worker: HandWorker) -> None:
+    job_id = enqueue(redis)
+    [claimed] = worker.claim()
+    worker.stream(claimed, 1, {"i": 0, "a": 1, "t": "one "})
+    other = {"i": 0, "a": 2, "c": 1, "t": "uno"}
+    worker.stream(claimed, 2, other, {"i": 1, "a": 2, "t": "two"})
+    worker.answer(claimed, text="one two")
+    items = list(read_text(redis, job_id))
+    assert items == [TextChunk("one "), TextChunk("two"), StreamEnd("done")]
+
+
 @pytest.mark.parametrize(
     ("answer", "rest"),
     [

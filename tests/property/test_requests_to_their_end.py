@@ -2,8 +2,9 @@
 
 Everything that a worker does with a request is real but the model: reading the payload or the
 line of a file, validation, a chat template, preparation, the engine thread, the text of the
-answer, and what is written for it. The engine echoes; constraints are compiled by a stand-in,
-since `tests/unit/test_structured.py` has the real one.
+answer, and what is written for it. Each answer is made once more from the tokens that an execution
+lost at any moment would have left. The engine echoes; constraints are compiled by a stand-in, since
+`tests/unit/test_structured.py` has the real one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import math
 import pickle
 import queue
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,15 @@ from queue_service.batch_file import BatchLine, read_lines
 from queue_service.constraints import Constraint
 from queue_service.errors import LineError, RequestError
 from queue_service.payload import Encoding, decode_value, encode_call, encoding_of
+from queue_service.progress import TokenScores, encode_scores, encode_tokens, join_elements
 from queue_service.requests import FIELD_USES, HARMLESS_FIELDS, Endpoint, FieldUse
 from queue_service.settings import RetentionSettings
 from tests.chat_templates import QWEN3, chat_tokenizer
 from tests.fakes import CONTEXT, EOS, VOCABULARY, FakeEngine, FakeTokenizer, fake_parts
 from tests.harness import make_claimed
-from workers.answer_forms import AnswerForms, Piece
-from workers.generation import GenerationThread
+from workers.answer_forms import AnswerForms, Piece, PieceKind
+from workers.engine import TokenLogprobs
+from workers.generation import NO_TOKEN, GenerationThread
 from workers.outcomes import OutcomeWriter
 from workers.preparation import Limits, Preparer
 from workers.reasoning import find_format
@@ -419,15 +422,49 @@ class Endings:
 
     ended: queue.SimpleQueue[Result | BaseException] = field(default_factory=queue.SimpleQueue)
     requests: dict[str, PreparedRequest] = field(default_factory=dict)
+    tokens: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    scores: dict[str, dict[int, list[TokenScores]]] = field(default_factory=dict)
+    texts: dict[str, dict[tuple[int, PieceKind], str]] = field(default_factory=dict)
 
     def begin(self, request: PreparedRequest) -> None:
         self.requests[request.execution_id] = request
+        self.tokens[request.execution_id] = defaultdict(list)
+        self.scores[request.execution_id] = defaultdict(list)
+        self.texts[request.execution_id] = {}
+
+    def resume(
+        self, execution_id: str, choice: int, token_ids: Sequence[int], pieces: Sequence[Piece]
+    ) -> None:
+        self._say(execution_id, choice, pieces)
+
+    def note_cached(self, execution_id: str, num_tokens: int) -> None:
+        raise AssertionError("this engine shares nothing")
 
     def advance(
-        self, execution_id: str, choice: int, token_id: int, pieces: Sequence[Piece]
+        self,
+        execution_id: str,
+        choice: int,
+        token_id: int,
+        pieces: Sequence[Piece],
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
+        self._say(execution_id, choice, pieces)
+        if token_id != NO_TOKEN:
+            self.tokens[execution_id][choice].append(token_id)
+        if logprobs is not None:
+            self.scores[execution_id][choice].append((logprobs.logprob, logprobs.top))
+
+    def _say(self, execution_id: str, choice: int, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             piece.text.encode()
+            said = self.texts[execution_id]
+            said[choice, piece.kind] = said.get((choice, piece.kind), "") + piece.text
+
+    def next(self) -> Result:
+        result = self.ended.get(timeout=SECONDS_WITHOUT_AN_ENDING)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def end(self, generated: Generated) -> None:
         self.ended.put(generated)
@@ -501,10 +538,8 @@ def run_to_the_end(num_bodies: int) -> Tally:
             else:
                 engine.submit([request])
                 num_running += 1
-        for _ in range(num_running):
-            result = endings.ended.get(timeout=SECONDS_WITHOUT_AN_ENDING)
-            if isinstance(result, BaseException):
-                raise result
+        results = [endings.next() for _ in range(num_running)]
+        for result in results:
             endpoint, body = bodies[result.claimed.execution_id]
             outcome = writer.outcome(result)
             assert outcome.error is None, (outcome.error, f"{body!r:.2000}")
@@ -512,10 +547,38 @@ def run_to_the_end(num_bodies: int) -> Tally:
             answer = (json.loads if is_json else decode_value)(outcome.payload)
             assert len(answer["choices"]) >= 1
             tally.num_answers += 1
+            assert isinstance(result, Generated)
+            check_that_it_goes_on(result, preparer, engine, endings)
             tally.answered_fields |= {(endpoint, name) for name in body if body[name] is not None}
     finally:
         engine.stop()
     return tally
+
+
+def check_that_it_goes_on(
+    whole: Generated, preparer: Preparer, engine: GenerationThread, endings: Endings
+) -> None:
+    """Lose a request at a moment of its way, and let another execution bring it to its end."""
+    first, source = whole.claimed, random.Random(whole.claimed.job_id)
+    tokens, scores = endings.tokens[first.execution_id], endings.scores[first.execution_id]
+    elements = [whole.request.progress_header(cached_tokens=7).encode()]
+    for choice, ids in tokens.items():
+        cut = source.randint(0, len(ids))
+        for start, stop in ((0, cut // 2), (cut // 2, cut)):
+            elements.append(encode_tokens(choice, ids[start:stop]))
+            if choice in scores:
+                elements.append(encode_scores(choice, scores[choice][start:stop]))
+    fields = {**first.fields, "qsvc_progress": join_elements(elements)}
+    claimed = replace(first, execution_id=f"{first.execution_id} again", fields=fields)
+    request = preparer.prepare(claimed)
+    assert request.resumed is not None
+    engine.submit([request])
+    again = endings.next()
+    assert isinstance(again, Generated), again
+    assert again.choices == whole.choices
+    assert again.cached_tokens == 7
+    assert endings.requests[claimed.execution_id].resumed is not None
+    assert endings.texts[claimed.execution_id] == endings.texts[first.execution_id]
 
 
 @pytest.fixture(scope="module")

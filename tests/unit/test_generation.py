@@ -11,7 +11,7 @@ import pytest
 
 from queue_service.progress import Progress
 from queue_service.responses import FinishReason
-from tests.fakes import FakeEngine, fake_parts
+from tests.fakes import EOS, FakeEngine, fake_parts
 from tests.harness import LONG_TEXT, eventually, make_claimed, make_request
 from workers.answer import text_of
 from workers.answer_forms import PLAIN_TEXT, AnswerForm, Piece
@@ -141,7 +141,7 @@ def test_a_row_is_its_tokens_and_its_text(bench: Bench) -> None:
         FinishReason.STOP,
     )
     assert generated.choices[0].completion_tokens == len("grüße".encode())
-    assert bench.sink.token_ids["a"] == list("grüße".encode())
+    assert bench.sink.token_ids["a"] == [*"grüße".encode(), EOS]
     assert bench.sink.texts["a"] == "grüße"
 
 
@@ -185,7 +185,7 @@ def test_choices_of_a_request_end_together(bench: Bench) -> None:
     bench.submit("a", "abc", num_choices=3)
     generated = bench.wait_for_end("a")
     assert [choice.text for choice in generated.choices] == ["abc"] * 3
-    assert bench.sink.token_ids["a/2"] == list(b"abc")
+    assert bench.sink.token_ids["a/2"] == [*b"abc", EOS]
     assert bench.thread.num_rows == 0
 
 
@@ -331,6 +331,14 @@ class Stubborn:
         raise ValueError("not allowed")
 
 
+class Letters(Stubborn):
+    """A constraint that knows no end token."""
+
+    def accept(self, token_id: int) -> None:
+        if token_id == EOS:
+            raise ValueError("not allowed")
+
+
 def test_a_request_goes_on_after_its_tokens_and_nothing_is_told_twice(bench: Bench) -> None:
     bench.submit_resumed("a", "grüße", {0: b"gr"})
     generated = bench.wait_for_end("a")
@@ -339,7 +347,7 @@ def test_a_request_goes_on_after_its_tokens_and_nothing_is_told_twice(bench: Ben
     assert generated.cached_tokens == 9
     assert bench.sink.resumed == {("a", 0): (list(b"gr"), "gr")}
     assert bench.sink.texts["a"] == "üße"
-    assert bench.sink.token_ids["a"] == list("üße".encode())
+    assert bench.sink.token_ids["a"] == [*"üße".encode(), EOS]
 
 
 def test_each_choice_goes_on_by_itself(bench: Bench) -> None:
@@ -347,6 +355,25 @@ def test_each_choice_goes_on_by_itself(bench: Bench) -> None:
     generated = bench.wait_for_end("a")
     assert [choice.text for choice in generated.choices] == ["abcd", "abcd"]
     assert (bench.sink.texts["a"], bench.sink.texts["a/1"]) == ("abcd", "d")
+
+
+def test_a_choice_that_had_ended_stays_ended_and_tells_nothing_more(bench: Bench) -> None:
+    lost = {0: [*b"abST", EOS], 1: b"ab"}
+    bench.submit_resumed("a", "abST", lost, num_choices=2, stop_strings=("STOP",))
+    generated = bench.wait_for_end("a")
+    assert [choice.text for choice in generated.choices] == ["abST", "abST"]
+    assert [choice.completion_tokens for choice in generated.choices] == [4, 4]
+    assert bench.sink.resumed["a", 0] == ([*b"abST", EOS], "abST")
+    assert bench.sink.token_ids["a"] == []
+    assert bench.sink.texts["a/1"] == "ST"
+    assert set(bench.engine.batch_sizes) == {1}
+
+
+def test_a_constraint_does_not_see_the_token_that_ended_a_choice(bench: Bench) -> None:
+    lost = {0: [*b"ab", EOS]}
+    bench.submit_resumed("a", "ab", lost, form=AnswerForm(compiled=Letters()))
+    assert bench.wait_for_end("a").choices[0].text == "ab"
+    assert bench.sink.token_ids["a"] == []
 
 
 def test_a_stop_string_is_found_across_the_border(bench: Bench) -> None:

@@ -339,6 +339,16 @@ def test_the_end_of_a_row_that_does_not_stream_is_delivered_at_once(desk: Desk) 
     assert desk.broker.sent == []
 
 
+def test_the_last_text_comes_with_its_tokens(desk: Desk) -> None:
+    request = desk.begin()
+    desk.advance("to be")
+    desk.end(request, "to be, or", ", or")
+    desk.publisher.flush()
+    # Its worker may die now: the next one tells nothing twice.
+    assert bytes(desk.broker.token_ids()).decode() == "to be."
+    assert desk.broker.text() == "to be, or"
+
+
 def test_an_empty_answer_is_delivered(desk: Desk) -> None:
     generated = desk.end(desk.begin(), "")
     desk.publisher.flush()

@@ -114,9 +114,10 @@ local function start(id, jk, sent, f, wip, queue_index)
     also('qsvc_alone', '')
   end
   if f.qsvc_write then also('qsvc_write', 0) end
-  -- The budget is filled up at every claim; that of a new line is full.
-  if f.qsvc_auto_retry == '1' and f.retries_left ~= AUTO_RETRIES or not is_set(f.retries_left) then
-    also('retries_left', AUTO_RETRIES)
+  -- Stock RQ tools fail an abandoned job that has no retries left. The budget is filled up at
+  -- every claim: how often a job may lose its worker is ours to count.
+  if not is_set(f.retries_left) or f.qsvc_auto_retry == '1' then
+    also('retries_left', 2)
     also('enqueue_at_front_on_retry', 1)
     also('qsvc_auto_retry', 1)
   end

@@ -30,10 +30,6 @@ local function call_many(command, key, items)
   end
 end
 
--- Stock RQ tools fail an abandoned job that has no retries left. So it is given some, and how often
--- it may lose its worker is ours to count.
-local AUTO_RETRIES = '2'
-
 -- Let a batch's lane take turns with the queue itself.
 local function open_lane(queues, main, lanes, batch)
   redis.call('SADD', queues, main, main .. ':' .. batch)

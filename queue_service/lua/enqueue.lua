@@ -27,8 +27,7 @@ for i = 10, #ARGV, 6 do
       redis.call('HSET', job_key(id), 'status', 'queued', 'created_at', ARGV[3],
         'enqueued_at', ARGV[3], 'origin', ARGV[2], 'description', ARGV[4], 'data', data,
         'meta', meta, 'timeout', '-1', 'qsvc_v', ARGV[5], 'qsvc_batch', ARGV[1],
-        'qsvc_line', line, 'qsvc_stream', ARGV[6], 'retries_left', AUTO_RETRIES,
-        'enqueue_at_front_on_retry', '1', 'qsvc_auto_retry', '1')
+        'qsvc_line', line, 'qsvc_stream', ARGV[6])
       if prefix ~= '' then redis.call('HSET', job_key(id), 'qsvc_prefix', prefix) end
       queued[#queued + 1] = id
     else

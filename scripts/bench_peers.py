@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -25,7 +25,8 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from queue_service.requests import ChatRequest, Endpoint, parse_request
 from workers.batch_engine import BatchEngine
-from workers.engine import Failed, RowRequest, Token
+from workers.checkpoint_tier import CheckpointTier
+from workers.engine import Begun, Failed, RowRequest, Token
 from workers.gguf import read_gguf
 from workers.memory import MemoryGuard, apply_limits, plan_memory
 from workers.mlx_sampling import draw
@@ -80,17 +81,25 @@ class NotedPace(PrefillPace):
 
 def run_ours(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[str, Any]:
     pace = NotedPace()
-    engine = make_engine(loaded, max_rows, pace)
+    return measure_engine(loaded, make_engine(loaded, max_rows, pace), pace, jobs)
+
+
+def measure_engine(
+    loaded: LoadedModel, engine: BatchEngine, pace: NotedPace, jobs: Sequence[Job]
+) -> dict[str, Any]:
+    """Run jobs to their ends and return what a `Run` holds."""
     started = time.perf_counter()
-    tokens, longest_pause = generate(engine, jobs, loaded.info.eos_token_ids)
+    made = generate(engine, jobs, loaded.info.eos_token_ids)
     seconds = time.perf_counter() - started
-    kept = [[t for t in row if t not in loaded.info.eos_token_ids] for row in tokens]
+    kept = [[t for t in row if t not in loaded.info.eos_token_ids] for row in made.tokens]
     return {
         "seconds": seconds,
         "tokens": sum(map(len, kept)),
         "texts": [loaded.tokenizer.decode(row) for row in kept],
         "figures": {
-            "longest_pause_seconds": longest_pause,
+            "longest_pause_seconds": made.longest_pause_seconds,
+            "computed_tokens": made.computed_tokens,
+            "cached_tokens": sum(made.cached_tokens),
             "peak_kv_mb": engine.peak_kv_bytes / 1e6,
             "decode_step_ms": 1e3 * mean(pace.decode_seconds) if pace.decode_seconds else None,
             "decode_only_steps": len(pace.decode_seconds),
@@ -99,10 +108,10 @@ def run_ours(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[st
 
 
 def run_reference(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[str, Any]:
-    _batch(loaded, [Job(prompt, 2) for prompt in _WARM_UP], max_rows)
+    warm_up(loaded, max_rows)
     started = time.perf_counter()
-    tokens = _batch(loaded, jobs, max_rows)
-    return _answers(loaded, tokens, time.perf_counter() - started)
+    tokens = batch(loaded, jobs, max_rows)
+    return answers(loaded, tokens, time.perf_counter() - started)
 
 
 def run_script(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[str, Any]:
@@ -111,18 +120,18 @@ def run_script(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[
     long = [i for i, job in enumerate(jobs) if len(job.prompt_ids) > _LONG_PROMPT_TOKENS]
     figures = {"long_prompts": len(long)}
     if not long:
-        return {**_answers(loaded, [], 0.0), "figures": figures}
-    _batch(loaded, [Job(prompt, 2) for prompt in _WARM_UP], max_rows)
+        return {**answers(loaded, [], 0.0), "figures": figures}
+    warm_up(loaded, max_rows)
     tokens: dict[int, list[int]] = {}
     started = time.perf_counter()
     for index in long:
         row = [token for token, _ in _alone(loaded, jobs[index])]
         tokens[index] = [t for t in row if t not in loaded.info.eos_token_ids]
     if short:
-        tokens |= zip(short, _batch(loaded, [jobs[i] for i in short], max_rows), strict=True)
+        tokens |= zip(short, batch(loaded, [jobs[i] for i in short], max_rows), strict=True)
     seconds = time.perf_counter() - started
-    answers = _answers(loaded, [tokens[i] for i in range(len(jobs))], seconds)
-    return {**answers, "figures": figures}
+    made = answers(loaded, [tokens[i] for i in range(len(jobs))], seconds)
+    return {**made, "figures": figures}
 
 
 def run_check(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[str, Any]:
@@ -132,7 +141,9 @@ def run_check(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[s
         [(token, _margin(logprobs)) for token, logprobs in _alone(loaded, job)] for job in jobs
     ]
     ours, turned = (
-        generate(make_engine(loaded, max_rows, PrefillPace()), order, loaded.info.eos_token_ids)[0]
+        generate(
+            make_engine(loaded, max_rows, PrefillPace()), order, loaded.info.eos_token_ids
+        ).tokens
         for order in (jobs, jobs[::-1])
     )
     expected = [[token for token, _ in row] for row in alone]
@@ -154,11 +165,23 @@ def run_check(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> dict[s
 # Engines ------------------------------------------------------------------------------------
 
 
-def make_engine(loaded: LoadedModel, max_rows: int, pace: PrefillPace) -> BatchEngine:
-    """Return an engine as the worker makes it."""
+def make_engine(
+    loaded: LoadedModel,
+    max_rows: int,
+    pace: PrefillPace,
+    open_tier: Callable[[Runner], CheckpointTier | None] = lambda _: None,
+    runner: Runner | None = None,
+) -> BatchEngine:
+    """Return an engine as the worker makes it.
+
+    Args:
+        open_tier: gives the checkpoints for the runner that was chosen.
+        runner: instead of the one that the self-test chooses.
+    """
     memory = plan_memory(model_bytes=loaded.num_bytes, kv_bytes=None)
     apply_limits(memory)
-    _, runner = choose_runner(loaded.model, kv_bytes=memory.kv_bytes)
+    if runner is None:
+        _, runner = choose_runner(loaded.model, kv_bytes=memory.kv_bytes)
     if not isinstance(runner, PackedRunner):
         raise SystemExit("the self-test chose another runner than the packed one")
     return BatchEngine(
@@ -169,11 +192,14 @@ def make_engine(loaded: LoadedModel, max_rows: int, pace: PrefillPace) -> BatchE
         pace=pace,
         memory=MemoryGuard(memory.limit_bytes),
         prefix_bytes=memory.prefix_bytes,
+        tier=open_tier(runner),
     )
 
 
-def add_jobs(engine: BatchEngine, jobs: Sequence[Job], stop_ids: frozenset[int]) -> None:
-    """Hand jobs over as greedy rows; a job's place is its id."""
+def add_jobs(
+    engine: BatchEngine, jobs: Sequence[Job], stop_ids: frozenset[int], *, first: int = 0
+) -> None:
+    """Hand jobs over as greedy rows; a job's place is its id, counted from ``first``."""
     engine.add(
         RowRequest(
             row_id=str(index),
@@ -182,38 +208,74 @@ def add_jobs(engine: BatchEngine, jobs: Sequence[Job], stop_ids: frozenset[int])
             sampling=GREEDY,
             stop_ids=stop_ids,
         )
-        for index, job in enumerate(jobs)
+        for index, job in enumerate(jobs, first)
     )
 
 
+@dataclass(slots=True)
+class Generated:
+    """What an engine made of some jobs.
+
+    Attributes:
+        tokens: of each job, the end token too.
+        cached_tokens: of each job's prompt, what others had computed when its row began.
+        computed_tokens: of all prompts, the others; those of a row that began twice count twice.
+        longest_pause_seconds: the longest time between two tokens of one row.
+    """
+
+    tokens: list[list[int]]
+    cached_tokens: list[int]
+    computed_tokens: int = 0
+    longest_pause_seconds: float = 0.0
+
+
 def generate(
-    engine: BatchEngine, jobs: Sequence[Job], stop_ids: frozenset[int]
-) -> tuple[list[list[int]], float]:
+    engine: BatchEngine,
+    jobs: Sequence[Job],
+    stop_ids: frozenset[int],
+    *,
+    most_rows: int | None = None,
+) -> Generated:
     """Run jobs to their ends.
 
-    Returns:
-        The tokens of each, and the longest time between two tokens of one row.
+    Args:
+        most_rows: the most that the engine is given at a time; None gives it all at once.
     """
-    add_jobs(engine, jobs, stop_ids)
-    tokens: list[list[int]] = [[] for _ in jobs]
+    made = Generated([[] for _ in jobs], [0] * len(jobs))
     last_seen: dict[int, float] = {}
-    longest_pause = 0.0
-    while engine.has_work:
+    num_added = 0
+    while engine.has_work or num_added < len(jobs):
+        room = len(jobs) if most_rows is None else most_rows - engine.num_rows
+        coming = jobs[num_added : num_added + room]
+        add_jobs(engine, coming, stop_ids, first=num_added)
+        num_added += len(coming)
         events = engine.step()
         now = time.perf_counter()
         for event in events:
             if isinstance(event, Failed):
                 raise event.error
+            index = int(event.row_id)
+            if isinstance(event, Begun):
+                made.cached_tokens[index] = event.cached_tokens
+                made.computed_tokens += len(jobs[index].prompt_ids) - event.cached_tokens
             if not isinstance(event, Token):
                 continue
-            index = int(event.row_id)
-            tokens[index].append(event.token_id)
-            longest_pause = max(longest_pause, now - last_seen.get(index, now))
+            made.tokens[index].append(event.token_id)
+            pause = now - last_seen.get(index, now)
+            made.longest_pause_seconds = max(made.longest_pause_seconds, pause)
             last_seen[index] = now
-    return tokens, longest_pause
+    return made
 
 
-def _batch(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> list[list[int]]:
+def warm_up(loaded: LoadedModel, max_rows: int) -> None:
+    """Have mlx-lm do what it does once."""
+    batch(loaded, [Job(prompt, 2) for prompt in _WARM_UP], max_rows)
+
+
+def batch(
+    loaded: LoadedModel, jobs: Sequence[Job], max_rows: int, **options: Any
+) -> list[list[int]]:
+    """Return the tokens of jobs that `mlx_lm.batch_generate` runs, end tokens left out."""
     response = batch_generate(
         loaded.model,
         loaded.tokenizer,
@@ -221,6 +283,7 @@ def _batch(loaded: LoadedModel, jobs: Sequence[Job], max_rows: int) -> list[list
         max_tokens=[job.token_limit for job in jobs],
         completion_batch_size=max_rows,
         return_token_ids=True,
+        **options,
     )
     return response.token_ids or []
 
@@ -234,9 +297,8 @@ def _alone(loaded: LoadedModel, job: Job) -> Iterator[tuple[int, mx.array]]:
             return
 
 
-def _answers(
-    loaded: LoadedModel, tokens: Sequence[Sequence[int]], seconds: float
-) -> dict[str, Any]:
+def answers(loaded: LoadedModel, tokens: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:
+    """Return what a `Run` holds, of answers without their end tokens."""
     return {
         "seconds": seconds,
         "tokens": sum(map(len, tokens)),
@@ -309,9 +371,9 @@ class EngineSteps:
             pass
         mx.synchronize()
 
-    def measure(self) -> Iterator[tuple[str, float]]:
+    def measure(self, num_steps: int = _PROFILE_STEPS) -> Iterator[tuple[str, float]]:
         self._engine.step()  # reads what is ready already, since the device was waited for
-        for _ in range(_PROFILE_STEPS):
+        for _ in range(num_steps):
             yield "step", _timed(self._engine.step)
         mx.synchronize()
 

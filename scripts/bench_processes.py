@@ -1,4 +1,4 @@
-"""Starts what `bench_engine` measures: programs that load their BLAS first, servers, clients."""
+"""Starts what the benchmarks measure: programs that load their BLAS first, servers, clients."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def launch(
     return [python, "-c", _LAUNCH, str(threads), module, *arguments]
 
 
-def run_program(threads: int, *arguments: str) -> Any:
-    """Run a program of `bench_peers` and return the JSON that it prints last.
+def run_program(threads: int, *arguments: str, module: str = _PROGRAMS) -> Any:
+    """Run a program of a module, `bench_peers` first, and return the JSON that it prints last.
 
     Raises:
         PeerFailed: it ended with an error.
     """
-    command = launch(threads, _PROGRAMS, *arguments)
+    command = launch(threads, module, *arguments)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PeerFailed(f"{arguments[0]}: {_show(done.stderr)}")
@@ -119,8 +119,18 @@ def measure_server(name: str, file: Path, *, exports: Path, slots: int, threads:
         seconds=seconds,
         tokens=sum(answer["usage"]["completion_tokens"] for answer in answers),
         texts=[answer["choices"][0]["message"].get("content") or "" for answer in answers],
-        figures={},
+        figures=_prompt_figures([answer["usage"] for answer in answers]),
     )
+
+
+def _prompt_figures(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what was computed of the prompts, nothing where the server does not tell."""
+    details = [usage.get("prompt_tokens_details") for usage in usages]
+    cached = [detail.get("cached_tokens") for detail in details if detail]
+    if len(cached) < len(usages) or None in cached:
+        return {}
+    num_tokens = sum(usage["prompt_tokens"] for usage in usages)
+    return {"computed_tokens": num_tokens - sum(cached), "cached_tokens": sum(cached)}
 
 
 def llama_program() -> str | None:

@@ -185,8 +185,15 @@ class Broker:
         self._worker_key = keys.rq_worker(worker)
         self._executions_key = f"{self._worker_key}:executions"
 
-    def claim(self, count: int, *, crash_retries: int) -> tuple[list[Claimed], int]:
-        """Claim up to ``count`` jobs; also return how many ids were looked at to find them."""
+    def claim(
+        self, count: int, *, crash_retries: int, queues: Sequence[str] | None = None
+    ) -> tuple[list[Claimed], int]:
+        """Claim up to ``count`` jobs; also return how many ids were looked at to find them.
+
+        Args:
+            queues: some of the worker's, in their order; None for all.
+        """
+        names = self._queues if queues is None else queues
         moment = now()
         args: list[Arg] = [
             self._worker,
@@ -209,7 +216,7 @@ class Broker:
                 f"{keys.RQ}:queues",
                 *(
                     key
-                    for q in self._queues
+                    for q in names
                     for key in (keys.rq_queue(q), keys.rq_started(q), keys.lanes(q))
                 ),
             ],
@@ -219,7 +226,7 @@ class Broker:
             Claimed(
                 job_id=job_id.decode(),
                 execution_id=execution_id,
-                queue=self._queues[index],
+                queue=names[index],
                 fields={flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)},
                 started_at=moment.timestamp(),
             )

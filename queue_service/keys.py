@@ -26,6 +26,18 @@ def queue_names(alias: str) -> list[str]:
     return [queue_name(alias, "high"), queue_name(alias), queue_name(alias, "low")]
 
 
+# Jobs of a higher queue come before all others, whatever priority their bodies name; that is less
+# than half of it.
+QUEUE_PRIORITY = 1 << 33
+
+
+def queue_priority(queue: str) -> int:
+    """Return what a queue adds to its jobs' priority: something for `:high`, less for `:low`."""
+    if not queue.startswith(f"{PREFIX}:"):
+        return 0
+    return {"high": QUEUE_PRIORITY, "low": -QUEUE_PRIORITY}.get(queue.rpartition(":")[2], 0)
+
+
 def alias_for(model: str) -> str:
     """Return the default alias of a model: a slug of its base name, safe inside a queue name."""
     base = model.rstrip("/").rsplit("/", 1)[-1].lower()

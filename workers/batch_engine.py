@@ -229,7 +229,9 @@ class BatchEngine:
             self._keep_memory()
             return
         for row_id in plan.preempted:
-            logger.info("row waits again, the guess of its length was short row=%s", row_id)
+            logger.info("row waits again, others need its room row=%s", row_id)
+            if self._rows[row_id].num_generated:  # the last token is not fed
+                self._prefixes.save(row_id, tuple(self._rows[row_id].tokens[:-1]))
             self._runner.drop(row_id)
         self._make_room([self._rows[row_id] for row_id in plan.admitted])
         prefilled = self._prefill(plan.chunks)
@@ -249,7 +251,7 @@ class BatchEngine:
                 self._fail(overflowed, self._too_long(len(overflowed.tokens)))
         for row_id in plan.preempted:  # now that others hold what this step computed
             if row_id in self._rows:
-                self._prefixes.add_again(row_id)
+                self._prefixes.add_again(row_id, tuple(self._rows[row_id].tokens))
         self._observe(began, before, num_prompt_tokens)
         self._keep_memory()
 
@@ -498,5 +500,5 @@ class BatchEngine:
             logger.warning("memory is short, a row waits until there is more row=%s", last)
             self._scheduler.preempt(last)
             self._runner.drop(last)
-            self._prefixes.add_again(last)
+            self._prefixes.add_again(last, tuple(self._rows[last].tokens))
             self._runner.shrink()

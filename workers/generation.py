@@ -226,7 +226,7 @@ class GenerationThread:
 
     def _admit(self, parts: EngineParts) -> None:
         """Hand over what waits, while there is room for the first choice of the next one."""
-        while self._waiting and len(self._rows) < self._max_rows:
+        while self._waiting and (len(self._rows) < self._max_rows or self._waiting[0].is_urgent):
             request = self._waiting.pop(0)
             try:
                 rows, builders, said = self._make_ready(parts, request)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from queue_service import keys
 from queue_service.broker import Claimed
 from queue_service.errors import RequestError
 from queue_service.json_text import quoted
@@ -148,7 +149,7 @@ class Preparer:
             rules=self._rules(request),
             form=form,
             num_top_logprobs=request.num_top_logprobs,
-            priority=request.priority,
+            priority=keys.queue_priority(claimed.queue) + request.priority,
             keeps_answer=keeps_answer,
             model_digest=self._model_digest,
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from queue_service import keys
 from queue_service.broker import Claimed
 from queue_service.payload import Encoding
 from queue_service.progress import Progress, ProgressHeader
@@ -77,6 +78,11 @@ class PreparedRequest:
     def execution_id(self) -> str:
         """The execution that runs this request; its key everywhere."""
         return self.claimed.execution_id
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it came through a queue above the others, which make room for it."""
+        return self.priority >= keys.QUEUE_PRIORITY // 2
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -30,6 +30,7 @@ from rq.timeouts import BaseDeathPenalty
 from rq.utils import now
 from rq.worker import BaseWorker, WorkerStatus
 
+from queue_service import keys
 from queue_service.broker import Beat, Broker, Claimed, Ended
 from queue_service.errors import ConfigurationError
 from queue_service.rqcompat import SafeJob, SafeQueue
@@ -54,6 +55,9 @@ _FINISH_CHUNK = 128
 # Where jobs end fast, what ends meanwhile is written and replaced together.
 _GATHER_SECONDS = 0.01
 _SCHEDULE_SECONDS = 1.0
+# How often a full worker looks for jobs that others make room for, and how many it takes then.
+_URGENT_SECONDS = 0.2
+_URGENT_JOBS = 8
 _LISTEN_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -193,6 +197,8 @@ class BatchWorker(BaseWorker):
         self._beat_due = _Due(settings.beat_seconds, clock)
         self._schedule_due = _Due(_SCHEDULE_SECONDS, clock)
         self._maintenance_due = _Due(settings.reap_seconds, clock)
+        self._urgent_due = _Due(_URGENT_SECONDS, clock)
+        self._urgent = [queue for queue in queues if keys.queue_priority(queue) > 0]
         self._suspended = False
         self._suspects: list[Claimed] = []
         self._alone: str | None = None
@@ -395,15 +401,18 @@ class BatchWorker(BaseWorker):
         return len(self._running) + len(self._unsaved)
 
     def _claim(self) -> int:
-        room = self._settings.slots + self._pace.ahead - len(self._running)
-        if (
-            room < self._pace.at_once
-            or self._suspended
-            or self._suspects
-            or self._is_suspect_at_work()
-        ):
+        if self._suspended or self._suspects or self._is_suspect_at_work():
             return 0
-        claimed, looked = self._broker.claim(room, crash_retries=self._settings.crash_retries)
+        room = self._settings.slots + self._pace.ahead - len(self._running)
+        queues = None
+        if room < self._pace.at_once:
+            # Others make room for what comes in a queue above theirs.
+            room, queues = room + _URGENT_JOBS, self._urgent
+            if room <= 0 or not queues or not self._urgent_due.has_come():
+                return 0
+        claimed, looked = self._broker.claim(
+            room, crash_retries=self._settings.crash_retries, queues=queues
+        )
         if not claimed:
             return looked
         moment = self._clock()

@@ -58,12 +58,16 @@ class Policy:
     join_wait_steps: int = 0
     # ... unless that many can be admitted now.
     min_joins: int = 4
+    # A sequence that waits takes the place of rows whose priority is lower by so much.
+    yield_gap: int = 1 << 32
+    # So often at most a row makes room for others.
+    max_yields: int = 2
 
     def __post_init__(self) -> None:
         for name in ("kv_budget_bytes", "max_rows", "expected_tokens", "headroom_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_overtakes", "join_wait_steps", "min_joins"):
+        for name in ("max_overtakes", "join_wait_steps", "min_joins", "max_yields"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if not 0 <= self.oldest_share <= 1:
@@ -117,7 +121,7 @@ class Scheduler:
 
     The padded bytes of all rows, at the length they have after a plan, stay within the budget.
     When the guesses were too short for that, rows are pre-empted: lowest priority first, then the
-    most recently admitted.
+    most recently admitted. So they are when a sequence of a far higher priority has no room.
 
     Args:
         policy: the budget and the knobs.
@@ -262,7 +266,7 @@ class Scheduler:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}")
         overflowed = [row for row in self._rows() if self._overflows(row)]
         self._forget(overflowed)
-        preempted = self._make_room()
+        preempted = self._make_room() or self._yield_to_urgent()
         ready = [row for row in self._decoding.values() if not row.is_exhausted]
         decoding = ready if decode else []
         admitted: list[_Sequence] = []
@@ -427,6 +431,39 @@ class Scheduler:
             preempted.append(row)
         return preempted
 
+    def _yield_to_urgent(self) -> list[_Sequence]:
+        """Pre-empt rows for the first that waits, if it is far above them and has no room."""
+        if not self._eligible or self._is_paused:
+            return []
+        head = self._eligible[0]
+        most = head.priority - self._policy.yield_gap
+        rows = [
+            row
+            for row in self._rows()
+            if row.priority <= most
+            and not row.is_exhausted
+            and row.yields < self._policy.max_yields
+        ]
+        if not rows or self._overflows(head):
+            return []
+        wanted = self._bytes_of(head, head.num_tokens + self._guess(head))
+        free_bytes = self._policy.kv_budget_bytes - self.kv_bytes_reserved
+        free_rows = self._policy.max_rows - self.num_rows
+        leaving: list[_Sequence] = []
+        rows.sort(key=lambda row: (row.priority, -row.admission))
+        for row in rows:
+            if free_rows > 0 and wanted <= free_bytes:
+                break
+            free_rows += 1
+            free_bytes += self._reservation(row)
+            leaving.append(row)
+        if free_rows <= 0 or wanted > free_bytes:
+            return []  # it would not help
+        for row in leaving:
+            row.yields += 1
+            self.preempt(row.id)
+        return leaving
+
     def _guess(self, sequence: _Sequence) -> int:
         """Return how many tokens a sequence is expected to generate."""
         headroom = self._policy.headroom_tokens if sequence.was_preempted else 0
@@ -534,6 +571,7 @@ class _Sequence:
         admission: how many admissions were before its last one.
         reserved_tokens: the length that room was kept for at its admission.
         cuts: lengths at which a chunk ends, in order.
+        yields: how often it made room for others.
     """
 
     id: str
@@ -550,6 +588,7 @@ class _Sequence:
     admission: int = -1
     reserved_tokens: int = 0
     cuts: tuple[int, ...] = ()
+    yields: int = 0
 
     @property
     def order(self) -> tuple[int, bool, int]:

@@ -143,12 +143,17 @@ class SharedPrefixes:
             self._keep(row, min(self._seen.note(tokens), len(tokens) - 1))
         self._seek(row)
 
-    def add_again(self, row_id: str) -> None:
-        """Let a row that lost its place look again for what is known of its prompt."""
+    def save(self, row_id: str, tokens: Sequence[int]) -> None:
+        """Keep in memory, if there is room, what a row holds that is about to lose its place."""
+        if self.runner.is_sliceable and not self._rows[row_id].is_gone:
+            self._capture(self._rows[row_id], tokens, 0)
+
+    def add_again(self, row_id: str, tokens: Sequence[int]) -> None:
+        """Let a row that lost its place look again for what is known of its tokens."""
         old = self._rows[row_id]
         self.remove(row_id)
         self._num_rows_ever += 1
-        row = self._rows[row_id] = _Row(row_id, old.tokens, self._num_rows_ever, True, old.keep)
+        row = self._rows[row_id] = _Row(row_id, tokens, self._num_rows_ever, True, old.keep)
         self._seek(row)
 
     def take(self, row_id: str) -> Start | None:
@@ -241,11 +246,6 @@ class SharedPrefixes:
             self._restoring.remove(row)
             restore, row.restore = row.restore, None
             self._use_restored(row, restore)
-
-    @property
-    def is_restoring(self) -> bool:
-        """Whether rows wait for the disk."""
-        return bool(self._restoring)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Begin again with no row and nothing in memory; what is on disk stays."""

@@ -15,7 +15,8 @@ class WaitingRoom:
 
     Args:
         submit: takes requests that are to run, at once.
-        most: requests that are with the engine at a time.
+        most: requests that are with the engine at a time, beside urgent ones, which others make
+            room for.
         at_once: so many are handed over together, where that many wait.
     """
 
@@ -75,7 +76,7 @@ class WaitingRoom:
 
     def _advance(self) -> None:
         turn = []
-        while self._waiting and len(self._begun) < self._most:
+        while self._waiting and (len(self._begun) < self._most or self._waiting[0].is_urgent):
             request = self._waiting.popleft()
             self._begun.add(request.execution_id)
             self._notes.begin(request.execution_id)

@@ -327,6 +327,22 @@ def test_a_job_that_was_given_back_goes_on_where_it_stopped(redis: Redis, redis_
     assert answer(redis, job) == LONG_TEXT
 
 
+def test_a_full_worker_takes_jobs_of_the_queue_above_the_others(
+    redis: Redis, redis_url: str
+) -> None:
+    usual = [enqueue_chat(redis, LONG_TEXT, NORMAL) for _ in range(4)]
+    settings = worker_settings(redis_url, slots=4, claim_ahead=0)
+    with running_worker(settings, step_seconds=SLOW_STEP_SECONDS) as worker:
+        wait_for_rows(worker, 4)
+        also_usual = enqueue_chat(redis, "me too", NORMAL)
+        urgent = enqueue_chat(redis, "at once", HIGH)
+        wait_for_status([urgent], "finished")
+        assert {job.get_status(refresh=True) for job in usual} == {"started"}
+        assert also_usual.get_status(refresh=True) == "queued"
+        worker.hasten()
+        wait_for_status([*usual, also_usual], "finished")
+
+
 def test_a_second_request_to_stop_ends_the_grace(redis: Redis, redis_url: str) -> None:
     job = enqueue_chat(redis, LONG_TEXT)
     settings = worker_settings(redis_url, grace_seconds=60)

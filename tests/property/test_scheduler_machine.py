@@ -42,6 +42,8 @@ policies = st.builds(
     oldest_share=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     join_wait_steps=st.integers(0, 3),
     min_joins=st.integers(0, 4),
+    yield_gap=st.just(2),
+    max_yields=st.integers(0, 2),
 )
 picks = st.integers(0, 30)
 
@@ -59,6 +61,7 @@ class Sequence:
         joined: when it was admitted; None while it waits.
         shared: of its tokens, those that take nothing of the budget.
         cuts: lengths of its prompt at which a chunk ends.
+        yields: how often it made room for one of a far higher priority.
     """
 
     id: str
@@ -77,6 +80,7 @@ class Sequence:
     joined: int | None = None
     shared: int = 0
     cuts: set[int] = field(default_factory=set)
+    yields: int = 0
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -261,10 +265,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_preempted(self, plan: Plan) -> None:
         may_go = [row for row in self.rows if row.state is State.PREFILLING or row.may_decode]
         may_go.sort(key=lambda row: (row.priority, -(row.joined or 0)))
+        is_for_one_that_waits = self.bytes_needed() <= self.policy.kv_budget_bytes
+        if plan.preempted and is_for_one_that_waits:
+            head = min((s for s in self.waiting if not s.is_held), key=lambda s: s.place)
+            may_go = [
+                row
+                for row in may_go
+                if row.priority + self.policy.yield_gap <= head.priority
+                and row.yields < self.policy.max_yields
+            ]
         assert list(plan.preempted) == [row.id for row in may_go[: len(plan.preempted)]]
         for name in plan.preempted:
-            assert self.bytes_needed() > self.policy.kv_budget_bytes
-            self.get(name).wait_again()
+            row = self.get(name)
+            if is_for_one_that_waits:
+                row.yields += 1
+            else:
+                assert self.bytes_needed() > self.policy.kv_budget_bytes
+            row.wait_again()
         assert self.bytes_needed() <= self.policy.kv_budget_bytes
 
     def check_admitted(self, plan: Plan) -> None:

@@ -661,3 +661,25 @@ def test_a_row_that_goes_on_uses_what_is_known_of_its_prompt() -> None:
     bench.run()
     assert bench.tokens["again"] == answer[2:]
     assert bench.cached["again"] == 199
+
+
+# --- rows that make room for urgent ones ---
+
+
+@pytest.mark.parametrize("prefix_bytes", [0, PLENTY])
+def test_an_urgent_row_takes_a_place_at_once_and_the_other_loses_nothing(prefix_bytes: int) -> None:
+    bench = Bench(max_rows=2, prefix_bytes=prefix_bytes, chunk=64)
+    low = [request(name, length=40, limit=30, plan=NOISY) for name in ("a", "b")]
+    bench.add(*low)
+    while len(bench.tokens.get("b", [])) < 5:
+        bench.step()
+    urgent = request("urgent", length=40, limit=5, priority=1 << 33)
+    bench.add(urgent)
+    for _ in range(4):  # one makes room, it is admitted and prefilled, decoded, read
+        bench.step()
+    assert bench.tokens["urgent"]
+    assert len(bench.tokens["b"]) < 10
+    bench.run()
+    assert bench.tokens == expected([*low, urgent])
+    if prefix_bytes:  # what it held was kept
+        assert bench.cached["b"] > 40

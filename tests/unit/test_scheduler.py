@@ -509,3 +509,44 @@ def test_a_plan_looks_at_the_head_of_a_long_queue_only() -> None:
     lengths_asked.clear()
     scheduler.plan(PREFILL)
     assert len(lengths_asked) < 100
+
+
+# --- rows that make room for a far higher priority ---
+
+
+def test_the_youngest_of_the_lowest_rows_makes_room_for_an_urgent_one() -> None:
+    scheduler = make(max_rows=3, yield_gap=10)
+    for name, priority in (("old", 0), ("low", -10), ("young", 0)):
+        scheduler.add(name, num_tokens=4, token_limit=50, priority=priority)
+    scheduler.plan(100)
+    scheduler.add("urgent", num_tokens=4, token_limit=50, priority=10)
+    assert scheduler.plan(100).preempted == ("low",)
+    assert scheduler.plan(100).admitted == ("urgent",)
+    scheduler.add("also", num_tokens=4, token_limit=50, priority=10)
+    assert scheduler.plan(100).preempted == ("young",)
+
+
+def test_nobody_makes_room_for_a_little_more_priority_or_more_often_than_twice() -> None:
+    scheduler = make(max_rows=1, yield_gap=10, max_yields=2)
+    scheduler.add("row", num_tokens=4, token_limit=50)
+    scheduler.plan(100)
+    scheduler.add("more", num_tokens=4, token_limit=50, priority=9)
+    assert scheduler.plan(100).preempted == ()
+    scheduler.remove("more")
+    for times in range(3):
+        scheduler.add("urgent", num_tokens=4, token_limit=50, priority=10)
+        assert scheduler.plan(100).preempted == (("row",) if times < 2 else ())
+        if times < 2:
+            assert scheduler.plan(100).admitted == ("urgent",)
+        scheduler.remove("urgent")
+        scheduler.plan(100)
+    assert scheduler.state_of("row") is State.DECODING
+
+
+def test_no_row_leaves_for_one_that_would_not_fit_all_the_same() -> None:
+    scheduler = make(kv_budget_bytes=100, yield_gap=10)
+    scheduler.add("peer", num_tokens=60, token_limit=2, priority=10)
+    scheduler.add("row", num_tokens=20, token_limit=2)
+    scheduler.plan(100)
+    scheduler.add("urgent", num_tokens=60, token_limit=2, priority=10)
+    assert scheduler.plan(100).preempted == ()

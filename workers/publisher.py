@@ -165,7 +165,9 @@ class Publisher:
         """A choice begins with tokens of an earlier execution, which has written their text."""
         with self._lock:
             channel = self._channels[execution_id]
-            channel.num_tokens[choice] = channel.written_tokens[choice] = len(token_ids)
+            channel.num_tokens[choice] = len(token_ids)
+            # Without a text yet it begins at 0: an answer before it may have had one.
+            channel.written_tokens[choice] = len(token_ids) if pieces else 0
             for piece in pieces:
                 channel.everything.append(piece, choice, 0)
 
@@ -293,8 +295,10 @@ class Publisher:
         if channel.unwritten.items:
             attempt = channel.request.claimed.attempt
             entries = [text.entry(attempt) for text in channel.unwritten.items]
+            # Not of the other choices: what they hold back begins where their last text ended.
+            for choice in {text.choice for text in channel.unwritten.items}:
+                channel.written_tokens[choice] = channel.num_tokens[choice]
             channel.unwritten = _Texts()
-            channel.written_tokens = channel.num_tokens.copy()
         progress: list[bytes] = []
         # Also with the last text: whoever goes on after a death tells what follows it, once.
         is_due = now >= channel.next_progress and channel.ended is None

@@ -213,6 +213,32 @@ def test_a_request_that_goes_on_writes_what_is_new(desk: Desk) -> None:
     assert desk.broker.token_ids("second") == [97, 98, 99]
 
 
+def test_a_choice_begins_at_its_first_token_whatever_others_wrote_meanwhile(desk: Desk) -> None:
+    desk.begin()
+    desk.publisher.advance("execution", 1, 1, [])  # held back
+    desk.advance("a")
+    desk.publisher.flush()
+    desk.publisher.advance("execution", 1, 2, [Piece("bc")])
+    desk.flush_later()
+    assert desk.broker.entries["execution"] == [
+        {"i": "0", "a": "3", "t": "a"},
+        {"i": "0", "a": "3", "c": "1", "t": "bc"},
+    ]
+
+
+def test_a_choice_that_goes_on_without_a_text_yet_begins_at_its_first_token(desk: Desk) -> None:
+    first = desk.begin("first")
+    desk.publisher.advance("first", 0, 97, [])
+    desk.flush_later()
+    claimed = make_claimed(execution_id="second", qsvc_attempt=4)
+    request = replace(first, claimed=claimed).resume(desk.broker.decoded("first"))
+    desk.publisher.begin(request)
+    desk.publisher.resume("second", 0, [97], [])
+    desk.advance("b", "second")
+    desk.publisher.flush()
+    assert desk.broker.entries["second"] == [{"i": "0", "a": "4", "t": "b"}]
+
+
 def test_one_who_watches_what_goes_on_gets_it_from_its_start(desk: Desk) -> None:
     first = desk.begin("first", stream=False)
     desk.advance("ab", "first")

@@ -263,10 +263,11 @@ class Readers:
                         del self._last[stream]
                         break
                     choice, attempt = int(fields.get(b"c", 0)), int(fields[b"a"])
-                    if attempt > attempts.get((stream, choice), 1) and fields[b"i"] == b"0":
+                    texts = self._texts[stream]
+                    is_later = attempt > attempts.get((stream, choice), 1)
+                    if is_later and fields[b"i"] == b"0" and texts.get(choice):
                         self.num_restarts += 1
                     attempts[stream, choice] = attempt
-                    texts = self._texts[stream]
                     texts[choice] = texts.get(choice, "") + fields[b"t"].decode()
         connection.close()
 

@@ -83,6 +83,10 @@ class EngineGenerator:
         self._waiting_room.drop(execution_ids)
         self._engine.cancel(execution_ids)
 
+    def save(self) -> None:
+        """Write what was generated so far; raises RedisError while the server is away."""
+        self._publisher.save()
+
     def watch(self, execution_ids: Iterable[str]) -> None:
         """Stream these from now on."""
         self._publisher.watch(execution_ids)

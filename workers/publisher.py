@@ -133,6 +133,8 @@ class Publisher:
         self._clock = clock
         self._channels: dict[str, _Channel] = {}
         self._lock = threading.Lock()
+        # Held while what was collected is written, so that no reply is taken for that of another.
+        self._writing = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -246,6 +248,15 @@ class Publisher:
                     channel.unwritten = channel.everything.copy()
         self._wake.set()
 
+    def save(self) -> None:
+        """Write all that there is, due or not: the executions are about to be given back.
+
+        Raises:
+            redis.exceptions.RedisError: the server is away.
+        """
+        self.flush()  # what is under way, which holds up what came after it
+        self.flush(everything=True)
+
     # The publisher thread -------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -272,23 +283,31 @@ class Publisher:
             if stopping:
                 return
 
-    def flush(self) -> None:
+    def flush(self, *, everything: bool = False) -> None:
         """Write what has gathered; what cannot be written stays and is written next time.
+
+        Args:
+            everything: also tokens that are not due yet.
 
         Raises:
             redis.exceptions.RedisError: the server is away; nothing is lost.
         """
-        now = self._clock()
-        with self._lock:
-            publications = [p for c in self._channels.values() if (p := self._collect(c, now))]
-        self._deliver_ended()  # what needs no write does not wait for one
-        if publications:
-            kept = self._broker.publish(publications, keep_seconds=KEEP_SECONDS)
-            for publication, is_ours in zip(publications, kept, strict=True):
-                self._written(publication.claimed.execution_id, is_ours=is_ours)
-        self._deliver_ended()
+        with self._writing:
+            now = self._clock()
+            with self._lock:
+                publications = [
+                    publication
+                    for channel in self._channels.values()
+                    if (publication := self._collect(channel, now, everything=everything))
+                ]
+            self._deliver_ended()  # what needs no write does not wait for one
+            if publications:
+                kept = self._broker.publish(publications, keep_seconds=KEEP_SECONDS)
+                for publication, is_ours in zip(publications, kept, strict=True):
+                    self._written(publication.claimed.execution_id, is_ours=is_ours)
+            self._deliver_ended()
 
-    def _collect(self, channel: _Channel, now: float) -> Publication | None:
+    def _collect(self, channel: _Channel, now: float, *, everything: bool) -> Publication | None:
         if channel.in_flight is not None:
             return channel.in_flight
         entries: list[list[str]] = []
@@ -301,7 +320,7 @@ class Publisher:
             channel.unwritten = _Texts()
         progress: list[bytes] = []
         # Also with the last text: whoever goes on after a death tells what follows it, once.
-        is_due = now >= channel.next_progress and channel.ended is None
+        is_due = (everything or now >= channel.next_progress) and channel.ended is None
         if channel.unsaved_ids and (entries or is_due):
             progress = self._take_progress(channel)
             channel.next_progress = now + self._progress_interval

@@ -72,6 +72,9 @@ class Generator(Protocol):
     def cancel(self, execution_ids: Iterable[str]) -> None:
         """Forget these; nothing is delivered for them any more."""
 
+    def save(self) -> None:
+        """Write what was generated so far, for whoever goes on with it."""
+
     def watch(self, execution_ids: Iterable[str]) -> None:
         """Stream these from now on."""
 
@@ -585,6 +588,7 @@ class BatchWorker(BaseWorker):
         self._sweeper.sweep()
 
     def _give_back(self) -> None:
+        self._generator.save()
         self._generator.cancel(list(self._running))
         returned = self._broker.requeue(list(self._running.values()))
         logger.info("jobs given back name=%s jobs=%d", self.name, returned)

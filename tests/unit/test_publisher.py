@@ -278,6 +278,21 @@ def test_token_ids_wait_for_the_interval_unless_text_is_written(desk: Desk) -> N
     assert desk.broker.token_ids("plain") == [97]
 
 
+def test_all_tokens_are_saved_before_a_job_is_given_back(desk: Desk) -> None:
+    desk.begin(stream=False)
+    desk.begin("streaming")
+    desk.advance("ab")
+    desk.advance("c", "streaming")
+    desk.broker.loses_replies = True
+    with pytest.raises(redis.ConnectionError):
+        desk.publisher.flush()
+    desk.broker.loses_replies = False
+    desk.advance("de", "streaming")
+    desk.publisher.save()
+    assert bytes(desk.broker.token_ids()).decode() == "ab"
+    assert bytes(desk.broker.token_ids("streaming")).decode() == "cde"
+
+
 def test_a_write_whose_reply_was_lost_is_sent_again_and_applied_once(desk: Desk) -> None:
     desk.begin()
     desk.advance("one ")

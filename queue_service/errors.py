@@ -29,6 +29,14 @@ class JobNotFound(QsvcError):
     """No job of this id is known to the server."""
 
 
+class JobFailed(QsvcError):
+    """A job whose text was read ended without an answer."""
+
+
+class TextReplaced(QsvcError):
+    """Text that was handed on is not the answer's: another worker gives another answer."""
+
+
 class BatchConflict(QsvcError):
     """The same key was used before for a file with other content."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -61,6 +62,11 @@ class ToolCall:
         """Return the object of a chat answer."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def tool_call_text(index: int, call: Mapping[str, Any]) -> str:
+    """Return what a stream tells of a choice's call: its object with its index, as JSON."""
+    return json.dumps({"index": index, **call}, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

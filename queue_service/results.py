@@ -60,18 +60,58 @@ def read_job(connection: Redis, job_id: str) -> JobResult:
         JobNotFound: the server knows no such job; it may have expired.
     """
     with connection.pipeline(transaction=False) as pipeline:
-        pipeline.hget(keys.rq_job(job_id), "status")
-        pipeline.xrevrange(keys.rq_results(job_id), count=1)
-        status, entries = pipeline.execute()
+        status, entries = send_all(pipeline, job_commands(job_id)).execute()
+        refusal = None
+        if status is None:
+            [refusal] = send_all(pipeline, [refusal_command(job_id)]).execute()
+    result = job_result(job_id, status, entries, refusal)
+    if result is None:
+        raise job_not_found(job_id)
+    return result
+
+
+def send_all(pipeline: Any, commands: Sequence[tuple[str | int, ...]]) -> Any:
+    """Add commands to a pipeline, which is returned."""
+    for command in commands:
+        pipeline.execute_command(*command)
+    return pipeline
+
+
+def job_commands(job_id: str) -> list[tuple[str | int, ...]]:
+    """Return the commands whose replies say how a job stands: its status and its last result."""
+    return [
+        ("HGET", keys.rq_job(job_id), "status"),
+        ("XREVRANGE", keys.rq_results(job_id), "+", "-", "COUNT", 1),
+    ]
+
+
+def refusal_command(job_id: str) -> tuple[str, ...]:
+    """Return the command to ask about a job without a status.
+
+    It gives the error of a batch's line that was refused before it became a job.
+    """
+    batch_id, _, line = job_id.rpartition("-")
+    return ("HGET", keys.batch_errors(batch_id), line)
+
+
+def job_result(
+    job_id: str,
+    status: bytes | None,
+    entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]],
+    refusal: bytes | None,
+) -> JobResult | None:
+    """Return how a job stands by the replies to the commands; None when nobody knows it."""
     if status is None:
-        refusal = _refusal(connection, job_id)
-        if refusal is None:
-            raise JobNotFound(f"no job {job_id!r} on this server; it may have expired")
-        return JobResult(job_id, "failed", None, refusal)
+        return None if refusal is None else JobResult(job_id, "failed", None, json.loads(refusal))
     body, error = None, None
     if status not in _OPEN_STATUSES and entries:
         body, error = _answer(entries[0][1])
     return JobResult(job_id, status.decode(), body, error)
+
+
+def job_not_found(job_id: str) -> JobNotFound:
+    """Return what to tell a person who asked for a job that nobody knows."""
+    return JobNotFound(f"no job {job_id!r} on this server; it may have expired")
 
 
 def read_execution(
@@ -192,13 +232,6 @@ def _last_line(packed: bytes) -> str:
     except (RequestError, ValueError, zlib.error):
         return "the job failed for a reason that cannot be read"
     return text.strip().rsplit("\n", 1)[-1] or "the job failed without a reason"
-
-
-def _refusal(connection: Redis, job_id: str) -> Mapping[str, Any] | None:
-    """Return the error of a batch's line that was refused before it became a job."""
-    batch_id, _, line = job_id.rpartition("-")
-    error: Any = connection.hget(keys.batch_errors(batch_id), line)
-    return None if error is None else dict(json.loads(error))
 
 
 def _server_error(code: str, message: str) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +13,8 @@ from queue_service import constraints
 from queue_service.constraints import Constraint
 from queue_service.errors import RequestError
 from queue_service.requests import ChatRequest, CompletionRequest
-from queue_service.responses import Choice, ToolCall
+from queue_service.responses import Choice, ToolCall, tool_call_text
+from queue_service.streams import TextKind
 from queue_service.tool_fields import ToolChoiceMode
 from workers.engine import TokenMatcher
 from workers.reasoning import (
@@ -31,12 +30,8 @@ from workers.tool_calls import Text, ToolCallSplitter, ToolFormat, ToolSet, tool
 _EVERY_TOKEN = np.uint32(0xFFFFFFFF)
 
 
-class PieceKind(StrEnum):
-    """What a piece of an answer is, as streams name it."""
-
-    TEXT = "text"
-    REASONING = "reasoning"
-    TOOL = "tool"
+# What a piece of an answer is, as streams name it.
+PieceKind = TextKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +284,9 @@ class AnswerSplitter:
                 pieces.append(self._recorded(Piece(part.text)))
                 continue
             call = ToolCall(part.id, part.name, part.arguments_json)  # type: ignore[attr-defined]
-            delta = {"index": len(self.tool_calls), **call.to_body()}
+            told = tool_call_text(len(self.tool_calls), call.to_body())
             self.tool_calls.append(call)
-            pieces.append(
-                self._recorded(Piece(json.dumps(delta, ensure_ascii=False), PieceKind.TOOL))
-            )
+            pieces.append(self._recorded(Piece(told, PieceKind.TOOL)))
         return pieces
 
     def _recorded(self, piece: Piece) -> Piece:

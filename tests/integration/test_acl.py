@@ -23,13 +23,14 @@ from queue_service import keys, tasks
 from queue_service.batch_file import BatchFile
 from queue_service.batches import Batches, Status
 from queue_service.broker import bury_worker
+from queue_service.client import stream_text, wait
 from queue_service.connection import Level, connect, inspect_server
 from queue_service.dead_letter import DeadLetter
 from queue_service.follow import follow
 from queue_service.output import BatchOutput, InputOrder, OutputFile
 from queue_service.results import BatchReader, read_job
 from queue_service.settings import RedisSettings
-from queue_service.streams import read_text, text_of
+from queue_service.streams import text_of
 from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
 from queue_service.sweeper import Sweeper
 from tests.cli_helpers import HandWorker, chat_lines, read_output
@@ -141,8 +142,8 @@ def test_a_producer_submits_follows_and_manages_batches(
     hand.answer(first, second)
     hand.fail(third)
     assert [batch.id for batch in batches.newest(5)] == [batch_id]
-    read = list(read_text(producer, first.job_id))
-    assert getattr(read[0], "text", None) == "prompt 1"
+    assert list(stream_text(producer, first.job_id)) == ["prompt 1"]
+    assert wait(producer, first.job_id).status == "finished"
     assert batches.cancel_job(f"{batch_id}-4")
     output = OutputFile(tmp_path / "out.jsonl")
     order = InputOrder(producer, batch_id)

@@ -6,6 +6,7 @@ It does all the bookkeeping in Redis and nothing else; what generates tokens sit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -588,7 +589,9 @@ class BatchWorker(BaseWorker):
         self._sweeper.sweep()
 
     def _give_back(self) -> None:
-        self._generator.save()
+        # A full server takes jobs back, but no more text.
+        with contextlib.suppress(*_SERVER_AWAY):
+            self._generator.save()
         self._generator.cancel(list(self._running))
         returned = self._broker.requeue(list(self._running.values()))
         logger.info("jobs given back name=%s jobs=%d", self.name, returned)

@@ -200,7 +200,7 @@ def _entries(reply: Any) -> _Entries:
 # The server ---------------------------------------------------------------------------------
 
 
-class _Outage:
+class Outage:
     """What to do when a call failed: how long to pause, and when to give up."""
 
     def __init__(self, reconnect: Reconnect, clock: Callable[[], float]) -> None:
@@ -243,7 +243,7 @@ class Server:
 
     def __init__(self, connection: Redis, reconnect: Reconnect, clock: Callable[[], float]) -> None:
         self._connection = connection
-        self._outage = _Outage(reconnect, clock)
+        self._outage = Outage(reconnect, clock)
         self.block_seconds = _block_seconds(connection)
 
     def next_item(self, dialogue: Dialogue[_Item]) -> _Item | None:
@@ -266,7 +266,7 @@ class AsyncServer:
         self, connection: AsyncRedis, reconnect: Reconnect, clock: Callable[[], float]
     ) -> None:
         self._connection = connection
-        self._outage = _Outage(reconnect, clock)
+        self._outage = Outage(reconnect, clock)
         self.block_seconds = _block_seconds(connection)
 
     async def next_item(self, dialogue: Dialogue[_Item]) -> _Item | None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import workers.child
 from queue_service.broker import Beat, Broker, Claimed, Outcome, Publication
-from workers.child_settings import ChildSettings
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import ServedModel, run_child
+from workers.child_settings import ChildSettings
 from workers.engine import Event, RowRequest
 
 
@@ -74,8 +74,10 @@ class MortalBroker(Broker):
             return Beat(registered=True, suspended=False, lost={}, watched=frozenset())
         return super().beat(running, **options)
 
-    def claim(self, count: int, *, crash_retries: int) -> tuple[list[Claimed], int]:
-        claimed, looked = super().claim(count, crash_retries=crash_retries)
+    def claim(
+        self, count: int, *, crash_retries: int, queues: Sequence[str] | None = None
+    ) -> tuple[list[Claimed], int]:
+        claimed, looked = super().claim(count, crash_retries=crash_retries, queues=queues)
         if claimed:
             self._fuse.reach(Point.AFTER_CLAIM)
         return claimed, looked

@@ -68,9 +68,7 @@ def generate(runner: Runner, store: DirectoryStore | None, texts: Sequence[list[
 def test_hits_give_what_misses_give(family: Family, tmp_path: Path) -> None:
     model = family.build()
     batching, runner = choose_runner(model)
-    expected = {
-        tuple(text): generate(runner, None, [text]).tokens["0"] for text in [*COLD, *WARM]
-    }
+    expected = {tuple(text): generate(runner, None, [text]).tokens["0"] for text in [*COLD, *WARM]}
     facts = Identity({"layers": [asdict(layer) for layer in runner.describe_layers()]})
     for texts in (COLD, WARM, WARM):
         # A new process: another runner, and what the store finds on disk.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-_WINDOW_SECONDS = 0.1
+_AHEAD_SECONDS = 0.1
+# Rows that began together may all end in one step, which says little of the pace.
+_WINDOW_SECONDS = 1.0
 _MOST_AHEAD = 256
 # From here on jobs end too fast to see to each by itself.
 _MANY = 32
@@ -48,7 +50,8 @@ class ClaimPace:
         return self._usual > 0 and self._lately() >= _MANY
 
     def _lately(self) -> int:
+        """Return how many jobs were answered in the time that is claimed ahead, on the average."""
         moment = self._clock() - _WINDOW_SECONDS
         while self._ended and self._ended[0][0] < moment:
             self._num_ended -= self._ended.popleft()[1]
-        return self._num_ended
+        return round(self._num_ended * _AHEAD_SECONDS / _WINDOW_SECONDS)

@@ -35,6 +35,13 @@ def test_a_slow_model_claims_as_soon_as_there_is_room_and_gathers_nothing() -> N
     assert (pace.at_once, pace.is_fast) == (1, False)
 
 
+def test_rows_that_end_together_are_no_quick_model() -> None:
+    clock = Clock()
+    pace = ClaimPace(8, clock)
+    pace.note(64)
+    assert (pace.ahead, pace.at_once, pace.is_fast) == (8, 1, False)
+
+
 def test_a_quick_one_claims_and_writes_many_at_once() -> None:
     pace = at_pace(2000)
     assert 80 <= pace.at_once <= pace.ahead
@@ -44,9 +51,9 @@ def test_a_quick_one_claims_and_writes_many_at_once() -> None:
 def test_a_pace_is_forgotten_when_nothing_ends_any_more() -> None:
     clock = Clock()
     pace = ClaimPace(8, clock)
-    pace.note(500)
+    pace.note(5000)
     assert pace.ahead == 256
-    clock.seconds += 0.2
+    clock.seconds += 1.1
     assert (pace.ahead, pace.at_once, pace.is_fast) == (8, 1, False)
 
 

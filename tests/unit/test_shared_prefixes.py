@@ -33,9 +33,7 @@ def bench_on(store: CheckpointStore, runner: Runner | None = None, **options: ob
 def prompts(shared: int, own: int, count: int, name: str = "p") -> list[list[int]]:
     chosen = random.Random(name)
     beginning = [chosen.randrange(1, VOCABULARY) for _ in range(shared)]
-    return [
-        beginning + [chosen.randrange(1, VOCABULARY) for _ in range(own)] for _ in range(count)
-    ]
+    return [beginning + [chosen.randrange(1, VOCABULARY) for _ in range(own)] for _ in range(count)]
 
 
 def generate(bench: Bench, texts: Sequence[Sequence[int]], limit: int = 6) -> list[list[int]]:

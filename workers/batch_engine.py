@@ -40,7 +40,7 @@ _STEPS_BETWEEN_MEMORY_CHECKS = 16
 # A step that fails so often in a row, with nothing generated in between, is not repeated.
 _MOST_FAILURES = 3
 _NO_TOKEN = -1
-# A row's first token waits so long at most for the prompts of others.
+# A row that could have its first token waits so long at most for the prompts of others.
 _MOST_FILLING_SECONDS = 4.0
 # With nothing to compute before a prefix was read from disk, so long is waited for it at a time.
 _RESTORE_WAIT_SECONDS = 0.05
@@ -136,7 +136,7 @@ class BatchEngine:
         self._events: list[Event] = []
         self._num_steps = 0
         self._num_failures = 0
-        self._filling_since: float | None = None
+        self._ready_since: float | None = None  # rows wait for their first token
 
     def add(self, requests: Iterable[RowRequest]) -> None:
         """Take requests in; they join the batch as rows when there is room for them."""
@@ -260,11 +260,13 @@ class BatchEngine:
 
         So it begins full, instead of with the few rows whose prompts came first.
         """
-        if self._has_running_row():
-            self._filling_since = None
-        elif self._filling_since is None:
-            self._filling_since = now
-        if self._filling_since is not None and now - self._filling_since < _MOST_FILLING_SECONDS:
+        is_running = self._has_running_row()
+        if is_running or not self._scheduler.decoding:
+            self._ready_since = None
+        elif self._ready_since is None:
+            self._ready_since = now
+        waited = 0.0 if self._ready_since is None else now - self._ready_since
+        if not is_running and waited < _MOST_FILLING_SECONDS:
             plan = self._scheduler.plan(self._pace.most_tokens, decode=False)
             if plan != NOTHING:
                 return plan

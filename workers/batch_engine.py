@@ -208,7 +208,7 @@ class BatchEngine:
 
     @property
     def peak_kv_bytes(self) -> int:
-        """The most that the keys and values of all rows took, padding included."""
+        """The most that the keys and values of all rows took, padding included, prefixes not."""
         return self._runner.peak_bytes
 
     def check_integrity(self) -> None:

@@ -66,11 +66,6 @@ class RowKV:
     num_tokens: int
     _heads: dict[int, RowKV] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its arrays."""
-        return sum(array.nbytes for array in (*self.keys, *self.values))
-
     def head(self, num_tokens: int) -> RowKV:
         """Return the first columns, not copied: one object for each number of them."""
         if num_tokens == self.num_tokens:
@@ -210,9 +205,8 @@ class BlockStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, what rows share counted once."""
-        bases = {id(block.base): block.base for block in self.blocks if block.base is not None}
-        return self._block_bytes + sum(base.nbytes for base in bases.values())
+        """Bytes held, without what rows share: that is counted where it is kept."""
+        return sum(block.nbytes for block in self.blocks)
 
     def add(self, rows: Mapping[str, int], base: RowKV | None = None) -> None:
         """Give each row a slot for so many tokens, those of its base not counted.
@@ -296,10 +290,6 @@ class BlockStore:
         self.slots.clear()
         self.blocks.clear()
 
-    @property
-    def _block_bytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
-
     def _place(self, row_id: str, capacity: int, num_coming: int, base: RowKV | None) -> None:
         block = self._block_with_room(capacity, num_coming, base)
         slot = block.owners.index(None)
@@ -313,9 +303,9 @@ class BlockStore:
         most_slots = max(1, min(_MOST_SLOTS, _COLUMNS_PER_BLOCK // capacity))
         num_slots = min(most_slots, max(num_coming, _FEWEST_SLOTS))
         row_bytes = capacity * self.bytes_per_token
-        if self._block_bytes + num_slots * row_bytes > self.budget_bytes:
+        if self.nbytes + num_slots * row_bytes > self.budget_bytes:
             self.shrink()
-            room = (self.budget_bytes - self._block_bytes) // row_bytes
+            room = (self.budget_bytes - self.nbytes) // row_bytes
             num_slots = max(1, min(num_slots, room))
         block = Block.empty(self.layers, num_slots, capacity, base)
         self.blocks.append(block)

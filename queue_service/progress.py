@@ -68,6 +68,11 @@ class Progress:
     tokens: Mapping[int, tuple[int, ...]]
     scores: Mapping[int, tuple[TokenScores, ...]]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(map(len, self.tokens.values()))
+
     @classmethod
     def decode(cls, joined: bytes, *, num_top_logprobs: int | None) -> Progress | None:
         """Read elements, each behind its length in eight hex digits; None if they are no progress.

@@ -87,6 +87,10 @@ class EngineGenerator:
         """Write what was generated so far; raises RedisError while the server is away."""
         self._publisher.save()
 
+    def num_saved(self, execution_id: str) -> int:
+        """Return how many tokens of a job the server has."""
+        return self._publisher.num_saved(execution_id)
+
     def watch(self, execution_ids: Iterable[str]) -> None:
         """Stream these from now on."""
         self._publisher.watch(execution_ids)

@@ -82,6 +82,8 @@ class _Channel:
         written_tokens: of each choice, the tokens whose text was taken for a stream entry.
         unsaved_ids: of each choice, the tokens that are not in its progress yet.
         has_header: the progress says whose it is.
+        num_taken: tokens that were taken for the progress.
+        num_saved: those that are in it.
     """
 
     request: PreparedRequest
@@ -94,6 +96,8 @@ class _Channel:
     unsaved_ids: dict[int, list[int]] = field(default_factory=dict)
     unsaved_scores: dict[int, list[TokenScores]] = field(default_factory=dict)
     has_header: bool = False
+    num_taken: int = 0
+    num_saved: int = 0
     cached_tokens: int = 0
     number: int = 0
     in_flight: Publication | None = None
@@ -158,6 +162,7 @@ class Publisher:
         if request.resumed is not None:
             channel.has_header = True
             channel.cached_tokens = request.resumed.header.cached_tokens
+            channel.num_taken = channel.num_saved = request.resumed.num_tokens
         with self._lock:
             self._channels[request.execution_id] = channel
 
@@ -247,6 +252,12 @@ class Publisher:
                     channel.streaming = True
                     channel.unwritten = channel.everything.copy()
         self._wake.set()
+
+    def num_saved(self, execution_id: str) -> int:
+        """Return how many tokens of an execution, and of those before it, its progress holds."""
+        with self._lock:
+            channel = self._channels.get(execution_id)
+            return 0 if channel is None else channel.num_saved
 
     def save(self) -> None:
         """Write all that there is, due or not: the executions are about to be given back.
@@ -340,6 +351,7 @@ class Publisher:
             header = channel.request.progress_header(cached_tokens=channel.cached_tokens)
             elements.append(header.encode())
             channel.has_header = True
+        channel.num_taken += sum(map(len, channel.unsaved_ids.values()))
         elements += [encode_tokens(choice, ids) for choice, ids in channel.unsaved_ids.items()]
         elements += [encode_scores(choice, s) for choice, s in channel.unsaved_scores.items()]
         channel.unsaved_ids, channel.unsaved_scores = {}, {}
@@ -351,6 +363,7 @@ class Publisher:
             if channel is None:
                 return
             channel.in_flight = None
+            channel.num_saved = channel.num_taken
             if not is_ours:
                 del self._channels[execution_id]
         if not is_ours:

@@ -76,6 +76,9 @@ class Generator(Protocol):
     def save(self) -> None:
         """Write what was generated so far, for whoever goes on with it."""
 
+    def num_saved(self, execution_id: str) -> int:
+        """Return how many tokens of a job the server has."""
+
     def watch(self, execution_ids: Iterable[str]) -> None:
         """Stream these from now on."""
 
@@ -205,7 +208,8 @@ class BatchWorker(BaseWorker):
         self._urgent = [queue for queue in queues if keys.queue_priority(queue) > 0]
         self._suspended = False
         self._suspects: list[Claimed] = []
-        self._alone: str | None = None
+        self._on_trial: Claimed | None = None
+        self._cleared: set[str] = set()
         self._connected_since = clock()
         self.num_done = 0
 
@@ -435,20 +439,46 @@ class BatchWorker(BaseWorker):
         return claimed.deaths == self._settings.crash_retries
 
     def _is_suspect_at_work(self) -> bool:
-        """Whether a suspect runs alone, or its end is not written yet and could still be lost."""
+        """Whether a suspect is on trial, or its end is not written yet and could still be lost."""
+        if self._on_trial is None:
+            return False
         unsaved = [claimed.execution_id for claimed, _ in self._unsaved]
-        return self._alone in self._running or self._alone in unsaved
+        execution_id = self._on_trial.execution_id
+        return execution_id in self._running or execution_id in unsaved
 
     def _run_suspects(self) -> None:
-        """Start a job that may kill its worker when nothing else runs that it would take along."""
+        """Start a job that may kill its worker when nothing else runs that it would take along.
+
+        Once it has come further than before, no death would be charged to it. Then the next one
+        starts beside it. A death is charged to that one only if it was alone from its start, since
+        one of those beside it may be at fault after all; so the next worker tries it alone.
+        """
+        self._clear_suspect()
         self._suspects = [s for s in self._suspects if s.execution_id in self._running]
-        if self._suspects and len(self._running) == len(self._suspects):
-            suspect = self._suspects[0]
+        self._cleared &= self._running.keys()
+        num_others = len(self._running) - len(self._suspects) - len(self._cleared)
+        if not self._suspects or num_others:
+            return
+        suspect = self._suspects[0]
+        if not self._cleared:
             self._broker.run_alone(suspect)
-            del self._suspects[0]
-            self._alone = suspect.execution_id
-            logger.warning("suspect runs alone job=%s deaths=%d", suspect.job_id, suspect.deaths)
-            self._generator.submit([suspect])
+        del self._suspects[0]
+        self._on_trial = suspect
+        logger.warning(
+            "suspect on trial job=%s deaths=%d beside=%d",
+            suspect.job_id, suspect.deaths, len(self._cleared),
+        )  # fmt: skip
+        self._generator.submit([suspect])
+
+    def _clear_suspect(self) -> None:
+        suspect = self._on_trial
+        if suspect is None or suspect.execution_id not in self._running:
+            return
+        reached = suspect.number("qsvc_reached") or 0
+        if self._generator.num_saved(suspect.execution_id) > reached:
+            logger.info("suspect cleared job=%s", suspect.job_id)
+            self._cleared.add(suspect.execution_id)
+            self._on_trial = None
 
     def _collect(self) -> None:
         num_answered = 0

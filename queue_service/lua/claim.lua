@@ -34,7 +34,7 @@ local UNSENT = {}
 for _, field in ipairs({'status', 'created_at', 'enqueued_at', 'started_at', 'ended_at',
   'last_heartbeat', 'worker_name', 'origin', 'description', 'meta', 'group_id', 'retries_left',
   'enqueue_at_front_on_retry', 'qsvc_v', 'qsvc_line', 'qsvc_execution', 'qsvc_write', 'qsvc_done',
-  'qsvc_reached', 'qsvc_resume', 'qsvc_settled', 'qsvc_auto_retry', 'qsvc_attempt', 'qsvc_deaths'}) do
+  'qsvc_resume', 'qsvc_settled', 'qsvc_auto_retry', 'qsvc_attempt', 'qsvc_deaths'}) do
   UNSENT[field] = true
 end
 

@@ -148,7 +148,7 @@ def test_the_end_of_a_job_and_a_retry_by_a_person_clear_its_record(redis: Redis)
 
 def test_suspects_run_one_at_a_time_when_nothing_else_runs(redis: Redis, redis_url: str) -> None:
     running = enqueue_chat(redis, "r" * 60)
-    settings = worker_settings(redis_url, slots=8)
+    settings = worker_settings(redis_url, slots=8, progress_interval_seconds=60)
     with running_worker(settings, step_seconds=SLOW_STEP_SECONDS) as worker:
         eventually(lambda: len(worker.engine.rows) == 1, "a job runs")
         redis.set("rq:suspended", "1")  # or one is claimed before it is a suspect
@@ -167,6 +167,49 @@ def test_suspects_run_one_at_a_time_when_nothing_else_runs(redis: Redis, redis_u
     assert [deaths(redis, job) for job in suspects] == [0] * 3
 
 
+def test_a_suspect_that_comes_further_than_before_gets_company(
+    redis: Redis, redis_url: str
+) -> None:
+    suspects = [enqueue_chat(redis, "s" * 400) for _ in range(3)]
+    for job in suspects:
+        redis.hset(keys.rq_job(job.id), mapping={"qsvc_deaths": CRASH_RETRIES, "qsvc_reached": 3})
+    settings = worker_settings(redis_url, slots=8, progress_interval_seconds=0.1)
+    with running_worker(settings, step_seconds=SLOW_STEP_SECONDS) as worker:
+        eventually(lambda: max(worker.engine.batch_sizes, default=0) == 3, "all of them run")
+        alone: Any = [redis.hget(keys.rq_job(job.id), "qsvc_alone") for job in suspects]
+        assert alone == [b"1", None, None], "only the first was alone from its start"
+        behind = enqueue_chat(redis, "b")
+        eventually(lambda: status(behind) == "finished", "others are claimed again")
+        assert [status(job) for job in suspects] == ["started"] * 3
+        worker.hasten()
+        eventually(lambda: all(status(job) == "finished" for job in suspects), "all end")
+    assert worker.engine.batch_sizes[:3] == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_poison_among_cleared_suspects_is_found_and_hurts_none_of_them(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.supervisor._FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("workers.supervisor._LONGEST_PAUSE_SECONDS", 0.1)
+    for name, value in child_environment(step_seconds=SLOW_STEP_SECONDS).items():
+        monkeypatch.setenv(name, value)
+    texts = [*("i" * 200 for _ in range(3)), POISON, *("j" * 200 for _ in range(3))]
+    # Put back in the order of their ids.
+    jobs = [enqueue_chat(redis, text, job_id=f"job-{i}") for i, text in enumerate(texts)]
+    for job in jobs:
+        redis.hset(keys.rq_job(job.id), "qsvc_deaths", CRASH_RETRIES)
+    settings = worker_settings(redis_url, slots=8, progress_interval_seconds=0.05)
+    with supervised_worker(settings) as supervised:
+        ended = lambda: all(read_job(redis, job.id).has_ended for job in jobs)  # noqa: E731
+        eventually(ended, "all end", seconds=60)
+        # Beside three that were cleared, and then alone.
+        assert supervised.num_starts == 3
+    assert [status(job) for job in jobs] == [
+        "failed" if text == POISON else "finished" for text in texts
+    ]
+
+
 @pytest.mark.parametrize("num_poison", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_poison_among_innocent_jobs_is_dead_lettered_and_hurts_none_of_them(
     redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, num_poison: int
@@ -179,8 +222,9 @@ def test_poison_among_innocent_jobs_is_dead_lettered_and_hurts_none_of_them(
     innocent = [enqueue_chat(redis, text) for text in texts[:3]]
     poison = [enqueue_chat(redis, POISON) for _ in range(num_poison)]
     innocent += [enqueue_chat(redis, text) for text in texts[3:]]
-    settings = worker_settings(redis_url, slots=8, crash_retries=CRASH_RETRIES)
-    with supervised_worker(settings) as supervised:
+    # None of them is cleared before its end.
+    quiet: dict[str, Any] = {"slots": 8, "crash_retries": CRASH_RETRIES, "progress_interval_seconds": 60}
+    with supervised_worker(worker_settings(redis_url, **quiet)) as supervised:
         for job in [*innocent, *poison]:
             ended = lambda job=job: read_job(redis, job.id).has_ended  # noqa: E731
             eventually(ended, f"{job.id} ends", seconds=30)

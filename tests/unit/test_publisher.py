@@ -278,6 +278,23 @@ def test_token_ids_wait_for_the_interval_unless_text_is_written(desk: Desk) -> N
     assert desk.broker.token_ids("plain") == [97]
 
 
+def test_it_is_known_how_many_tokens_are_saved(desk: Desk) -> None:
+    desk.begin(stream=False)
+    desk.advance("ab")
+    assert desk.publisher.num_saved("execution") == 0
+    desk.flush_later()
+    desk.advance("c")
+    assert desk.publisher.num_saved("execution") == 2
+    claimed = make_claimed(execution_id="second", qsvc_attempt=4)
+    request = replace(make_request(), claimed=claimed).resume(desk.broker.decoded())
+    desk.publisher.begin(request)
+    assert desk.publisher.num_saved("second") == 2
+    desk.advance("c", "second")
+    desk.flush_later()
+    assert desk.publisher.num_saved("second") == 3
+    assert desk.publisher.num_saved("unknown") == 0
+
+
 def test_all_tokens_are_saved_before_a_job_is_given_back(desk: Desk) -> None:
     desk.begin(stream=False)
     desk.begin("streaming")

@@ -44,6 +44,7 @@ WORKERS = ("one", "two")
 _POLL_SECONDS = 0.02
 _READY_SECONDS = 180.0
 _PUT_BACK_SECONDS = 30.0
+_LOOK_AGAIN_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +210,10 @@ class KillRig:
         return held
 
     def kill_busier(self) -> Death | None:
-        """Kill -9 the child that holds most jobs; None when none holds any."""
-        held = self.look()
-        name = max(WORKERS, key=lambda worker: len(held[worker]))
-        if not held[name]:
+        """Kill -9 the child that generates most answers; None when none does."""
+        held, begun = self.look(), read_notes(self.folder).moments.keys()
+        name = max(WORKERS, key=lambda worker: len(held[worker].keys() & begun))
+        if not held[name].keys() & begun:
             return None
         pid = self.child_pid(name)
         os.kill(pid, signal.SIGSTOP)  # so that what it holds is what it loses
@@ -288,7 +289,7 @@ class KillRig:
 
 
 class KillEvery:
-    """Kills the busier worker at intervals, so many times."""
+    """Kills the busier worker at intervals, so many times; waits while none has a token yet."""
 
     def __init__(self, rig: KillRig, *, seconds: float, times: int) -> None:
         self._rig = rig
@@ -302,6 +303,7 @@ class KillEvery:
         if self.num_kills == self._times or seconds < self._next:
             return False
         if self._rig.kill_busier() is None:
+            self._next = seconds + _LOOK_AGAIN_SECONDS
             return False
         self.num_kills += 1
         self._next = seconds + self._seconds

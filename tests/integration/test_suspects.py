@@ -223,7 +223,11 @@ def test_poison_among_innocent_jobs_is_dead_lettered_and_hurts_none_of_them(
     poison = [enqueue_chat(redis, POISON) for _ in range(num_poison)]
     innocent += [enqueue_chat(redis, text) for text in texts[3:]]
     # None of them is cleared before its end.
-    quiet: dict[str, Any] = {"slots": 8, "crash_retries": CRASH_RETRIES, "progress_interval_seconds": 60}
+    quiet: dict[str, Any] = {
+        "slots": 8,
+        "crash_retries": CRASH_RETRIES,
+        "progress_interval_seconds": 60,
+    }
     with supervised_worker(worker_settings(redis_url, **quiet)) as supervised:
         for job in [*innocent, *poison]:
             ended = lambda job=job: read_job(redis, job.id).has_ended  # noqa: E731

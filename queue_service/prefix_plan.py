@@ -18,6 +18,8 @@ from typing import Any, Final, Self
 
 from pydantic_core import from_json, to_json
 
+from queue_service.beginnings import common_length
+
 # Lines that part between two of these are one group, with what all of them share.
 LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 CHARS_PER_TOKEN: Final = 4
@@ -355,7 +357,7 @@ class _Planner:
 
     def _shorten(self, value: int, text: str) -> None:
         common = self._remove(value)
-        common = common[: _common_length(common, text)]
+        common = common[: common_length(common, text)]
         self._common_bytes += _num_bytes(common)
         self._common[value] = common
 
@@ -396,14 +398,3 @@ def _turn(message: Body) -> tuple[str, str, str, str, str, str, str, str]:
 
 def _num_bytes(text: str) -> int:
     return sys.getsizeof(text) + _ENTRY_BYTES
-
-
-def _common_length(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

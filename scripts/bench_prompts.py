@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from workers.prefixes import common_length
+from queue_service.beginnings import common_length
 
 
 def distinct_tokens(prompts: Sequence[Sequence[int]]) -> int:

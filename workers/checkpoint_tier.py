@@ -212,9 +212,7 @@ class CheckpointTier:
 
     def announce(self, tokens: Sequence[int]) -> Announcement | None:
         """Say that a prefix is being computed and will be stored."""
-        if self.announcements is None or len(tokens) < _LEAST_STORED:
-            return None
-        return self.announcements.announce(tokens)
+        return None if self.announcements is None else self.announcements.announce(tokens)
 
     def is_due_for_check(self) -> bool:
         """Whether the prefix read last is to be computed again, for comparison."""

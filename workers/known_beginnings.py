@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Final
 
-from workers.prefixes import common_length
+from queue_service.beginnings import common_length
 
 # What comes after the common part changes how its last characters become tokens.
 _MOST_TOKENS_LESS: Final = 16

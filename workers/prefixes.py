@@ -9,17 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many items two sequences begin with alike."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+from queue_service.beginnings import common_length
 
 
 @dataclass(slots=True, eq=False)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from queue_service.beginnings import common_length
 from workers.checkpoint_tier import CheckpointTier, Restore
 from workers.checkpoints.announcements import Announcement
-from workers.prefixes import Prefix, PrefixStore, SeenPrompts, common_length
+from workers.prefixes import Prefix, PrefixStore, SeenPrompts
 from workers.runner import NotExtractable, Runner
 from workers.scheduler import Chunk, Scheduler
 
@@ -62,7 +63,7 @@ class _Row:
     tokens: Sequence[int]
     number: int
     is_sibling: bool
-    keep: set[int]
+    keep: set[int] = field(default_factory=set)
     start: Start | None = None
     waits_for: str | None = None
     restore: Restore | None = None
@@ -133,9 +134,7 @@ class SharedPrefixes:
             is_sibling: a row of the same request has the same prompt, so that no other prompt is
                 expected to begin with all of it.
         """
-        self._num_rows_ever += 1
-        row = _Row(row_id, tokens, self._num_rows_ever, is_sibling, set())
-        self._rows[row_id] = row
+        row = self._enter(row_id, tokens, is_sibling=is_sibling)
         for length in keep:
             self._keep(row, min(length, len(tokens) - 1))
         if not is_sibling and self.tier is not None:
@@ -152,8 +151,8 @@ class SharedPrefixes:
         """Let a row that lost its place look again for what is known of its tokens."""
         old = self._rows[row_id]
         self.remove(row_id)
-        self._num_rows_ever += 1
-        row = self._rows[row_id] = _Row(row_id, tokens, self._num_rows_ever, True, old.keep)
+        row = self._enter(row_id, tokens, is_sibling=True)
+        row.keep = old.keep
         self._seek(row)
 
     def take(self, row_id: str) -> Start | None:
@@ -257,6 +256,11 @@ class SharedPrefixes:
         self._restoring.clear()
         self._awaiting.clear()
         self.in_memory.clear()
+
+    def _enter(self, row_id: str, tokens: Sequence[int], *, is_sibling: bool) -> _Row:
+        self._num_rows_ever += 1
+        row = self._rows[row_id] = _Row(row_id, tokens, self._num_rows_ever, is_sibling)
+        return row
 
     # Where a prefix comes from --------------------------------------------------------------
 

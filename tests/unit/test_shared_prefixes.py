@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from queue_service.beginnings import common_length
 from tests.engine_bench import GREEDY, VOCABULARY, Bench, WriteNow, request, tiny_model
 from workers.checkpoint_tier import CheckpointTier
 from workers.checkpoints.records import Identity
 from workers.checkpoints.store import CheckpointStore, MemoryStore
 from workers.packed import PackedRunner
 from workers.padded import PaddedRunner
-from workers.prefixes import common_length
 from workers.runner import Runner
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from workers.checkpoints.directory import DirectoryStore, default_budget
 from workers.checkpoints.identity import describe, files_digest, read_config, weight_files
 from workers.checkpoints.records import Identity
 from workers.checkpoints.write_behind import WriteBehind
+from workers.memory import host_bytes
 from workers.model_info import ModelInfo
 from workers.runner import Runner
 from workers.token_history import TokenHistory
@@ -80,7 +80,7 @@ def open_checkpoints(
         return None
     writer = WriteBehind(
         store,
-        max_bytes=min(_MOST_WAITING_BYTES, int(_host_bytes() * _WAITING_SHARE)),
+        max_bytes=min(_MOST_WAITING_BYTES, int(host_bytes() * _WAITING_SHARE)),
         is_busy=is_busy,
         bytes_per_second=int(settings.write_rate),
         bytes_per_day=int(settings.daily_writes),
@@ -115,7 +115,3 @@ def _architecture(device: str) -> str:
         return f"cpu {platform.machine()}"
     facts: Any = mx.device_info()
     return f"gpu {facts.get('architecture', facts.get('device_name', 'unknown'))}"
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -206,7 +206,7 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         publisher,
         on_failure=on_failure,
         # More than run at a time: what comes next is looked for on disk, or meets its like.
-        max_rows=settings.worker.slots + settings.worker.claim_ahead,
+        max_rows=settings.worker.most_with_engine,
         on_kept=on_kept,
     )
     notes = BegunNotes.of_file(settings.begun_file)

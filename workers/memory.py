@@ -85,7 +85,7 @@ def device_limit() -> int:
         ConfigurationError: the device does not say what it has.
     """
     if mx.default_device() == mx.Device(mx.cpu):
-        return int(_host_bytes() * _USABLE_ON_CPU)
+        return int(host_bytes() * _USABLE_ON_CPU)
     info: Any = mx.device_info()
     # The first is Metal's, the second CUDA's.
     size = info.get("max_recommended_working_set_size") or info.get("total_memory")
@@ -135,7 +135,8 @@ class MemoryGuard:
         return Pressure.SEVERE if active > self.limit_bytes * _SEVERE else Pressure.TIGHT
 
 
-def _host_bytes() -> int:
+def host_bytes() -> int:
+    """Return the memory of this machine, or what its container may use of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in _CGROUP_LIMITS:
         try:

@@ -310,8 +310,7 @@ class Scheduler:
 
         None when no row has tokens left to generate.
         """
-        rows = [row for row in self._rows() if not row.is_exhausted]
-        return min(rows, key=lambda row: (row.priority, -row.admission)).id if rows else None
+        return next((row.id for row in self._order_of_leaving()), None)
 
     @property
     def decoding(self) -> tuple[str, ...]:
@@ -420,16 +419,19 @@ class Scheduler:
         needed = sum(self._bytes_of(row, row.needed_tokens) for row in self._rows())
         if needed <= self._policy.kv_budget_bytes:
             return []
-        candidates = [row for row in self._rows() if not row.is_exhausted]
-        candidates.sort(key=lambda row: (row.priority, -row.admission))
         preempted = []
-        for row in candidates:
+        for row in self._order_of_leaving():
             if needed <= self._policy.kv_budget_bytes:
                 break
             needed -= self._bytes_of(row, row.needed_tokens)
             self.preempt(row.id)
             preempted.append(row)
         return preempted
+
+    def _order_of_leaving(self) -> list[_Sequence]:
+        """Return the rows that may be pre-empted: of the lowest priority the last one first."""
+        rows = [row for row in self._rows() if not row.is_exhausted]
+        return sorted(rows, key=lambda row: (row.priority, -row.admission))
 
     def _yield_to_urgent(self) -> list[_Sequence]:
         """Pre-empt rows for the first that waits, if it is far above them and has no room."""
@@ -439,10 +441,8 @@ class Scheduler:
         most = head.priority - self._policy.yield_gap
         rows = [
             row
-            for row in self._rows()
-            if row.priority <= most
-            and not row.is_exhausted
-            and row.yields < self._policy.max_yields
+            for row in self._order_of_leaving()
+            if row.priority <= most and row.yields < self._policy.max_yields
         ]
         if not rows or self._overflows(head):
             return []
@@ -450,7 +450,6 @@ class Scheduler:
         free_bytes = self._policy.kv_budget_bytes - self.kv_bytes_reserved
         free_rows = self._policy.max_rows - self.num_rows
         leaving: list[_Sequence] = []
-        rows.sort(key=lambda row: (row.priority, -row.admission))
         for row in rows:
             if free_rows > 0 and wanted <= free_bytes:
                 break

@@ -76,7 +76,27 @@ def _enqueue(
 # Read ---------------------------------------------------------------------------------------
 
 
-class StreamReader(Iterator[Event]):
+class _Reader:
+    """What is the same for both ways to ask a server."""
+
+    def __init__(
+        self,
+        server: Server | AsyncServer,
+        job_id: str,
+        after: str | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transcript = Transcript(job_id, after)
+        steps = reading(self._transcript, job_id, server.block_seconds, clock)
+        self._dialogue: Dialogue[Event] = Dialogue(steps)
+
+    @property
+    def cursor(self) -> str:
+        """Where another reader goes on: after the last event that was taken."""
+        return self._transcript.cursor
+
+
+class StreamReader(_Reader, Iterator[Event]):
     """Reads a job's text from its start, or from a cursor, to its end.
 
     It yields each text once and in its order, for every choice and kind, whatever workers and
@@ -107,15 +127,8 @@ class StreamReader(Iterator[Event]):
         reconnect: Reconnect = _PATIENT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transcript = Transcript(job_id, after)
         self._server = Server(connection, reconnect, clock)
-        steps = reading(self._transcript, job_id, self._server.block_seconds, clock)
-        self._dialogue: Dialogue[Event] = Dialogue(steps)
-
-    @property
-    def cursor(self) -> str:
-        """Where another reader goes on: after the last event that was taken."""
-        return self._transcript.cursor
+        super().__init__(self._server, job_id, after, clock)
 
     def __next__(self) -> Event:
         event = self._server.next_item(self._dialogue)
@@ -124,7 +137,7 @@ class StreamReader(Iterator[Event]):
         return event
 
 
-class AsyncStreamReader(AsyncIterator[Event]):
+class AsyncStreamReader(_Reader, AsyncIterator[Event]):
     """`StreamReader` for asyncio: ``async for event in AsyncStreamReader(connection, job_id)``."""
 
     def __init__(
@@ -136,15 +149,8 @@ class AsyncStreamReader(AsyncIterator[Event]):
         reconnect: Reconnect = _PATIENT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transcript = Transcript(job_id, after)
         self._server = AsyncServer(connection, reconnect, clock)
-        steps = reading(self._transcript, job_id, self._server.block_seconds, clock)
-        self._dialogue: Dialogue[Event] = Dialogue(steps)
-
-    @property
-    def cursor(self) -> str:
-        """Where another reader goes on: after the last event that was taken."""
-        return self._transcript.cursor
+        super().__init__(self._server, job_id, after, clock)
 
     async def __anext__(self) -> Event:
         event = await self._server.next_item(self._dialogue)

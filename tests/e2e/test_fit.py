@@ -18,7 +18,8 @@ from mlx_lm.models.llama import Model, ModelArgs
 from queue_service.errors import ConfigurationError, ModelUnavailable
 from tests.cli_helpers import run_qsvc
 from tests.families import FAMILIES, Family
-from workers.fit import DeviceSpeed, Fit, ModelShape, estimate_speed, measure_device, read_shape
+from tests.model_shapes import GB, model_shape
+from workers.fit import DeviceSpeed, Fit, estimate_speed, measure_device, read_shape
 from workers.gguf_header import read_header
 from workers.memory import divide_memory
 from workers.models import demo_file, load_model
@@ -43,7 +44,6 @@ NUMBERS_PER_TOKEN = 2 * 2 * 2 * 16
 FAST = frozenset({"llama", "gpt_oss", "deepseek_v3", "mamba", "falcon_h1", "qwen3_next", "dbrx"})
 # Their configuration alone does not say that the head is the embedding.
 TIED_BY_THEIR_WEIGHTS = frozenset({"gemma3_text", "recurrent_gemma"})
-GB = 10**9
 
 
 def folder_of(path: Path, config: dict[str, Any] = CONFIG) -> Path:
@@ -217,22 +217,6 @@ def test_a_dtype_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
 # What fits --------------------------------------------------------------------------------------
 
 
-def shape_of(**fields: Any) -> ModelShape:
-    made: dict[str, Any] = {
-        "name": "m",
-        "family": "llama",
-        "num_parameters": GB,
-        "weight_bytes": 2 * GB,
-        "file_bytes": None,
-        "dtype": "bfloat16",
-        "device": "gpu",
-        "context_length": 8192,
-        "kv_bytes_per_token": 100_000,
-        "fixed_bytes_per_row": 0,
-    }
-    return ModelShape(**{**made, **fields})
-
-
 @given(
     limit=st.integers(3 * GB, 200 * GB),
     per_token=st.integers(1, 2_000_000),
@@ -242,7 +226,7 @@ def shape_of(**fields: Any) -> ModelShape:
 def test_what_is_said_to_fit_fits_and_one_more_does_not(
     limit: int, per_token: int, fixed: int, num_rows: int
 ) -> None:
-    shape = shape_of(kv_bytes_per_token=per_token, fixed_bytes_per_row=fixed)
+    shape = model_shape(kv_bytes_per_token=per_token, fixed_bytes_per_row=fixed)
     memory = divide_memory(limit, model_bytes=shape.weight_bytes, kv_bytes=None)
     fit = Fit(shape, memory)
     rows = fit.num_rows(1000)
@@ -257,7 +241,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(
 
 def test_speeds_follow_from_what_is_read_and_multiplied() -> None:
     speed = DeviceSpeed(bytes_per_second=100e9, operations_per_second=4e12)
-    estimate = estimate_speed(shape_of(), speed, num_rows=10, context=1024)
+    estimate = estimate_speed(model_shape(), speed, num_rows=10, context=1024)
     assert estimate is not None
     assert estimate.alone == pytest.approx(100 / 2.1024, rel=1e-6)
     assert estimate.batch == pytest.approx(10 * 100 / 3.024, rel=1e-6)
@@ -266,14 +250,14 @@ def test_speeds_follow_from_what_is_read_and_multiplied() -> None:
 
 def test_a_batch_is_no_faster_than_the_device_multiplies() -> None:
     slow = DeviceSpeed(bytes_per_second=100e9, operations_per_second=4e10)
-    estimate = estimate_speed(shape_of(), slow, num_rows=100, context=1)
+    estimate = estimate_speed(model_shape(), slow, num_rows=100, context=1)
     assert estimate is not None
     assert estimate.batch == estimate.prefill == 20
 
 
 def test_a_mixture_of_experts_gets_no_estimate() -> None:
     speed = DeviceSpeed(1.0, 1.0)
-    assert estimate_speed(shape_of(is_mixture=True), speed, num_rows=1, context=1) is None
+    assert estimate_speed(model_shape(is_mixture=True), speed, num_rows=1, context=1) is None
 
 
 def test_this_device_has_a_speed() -> None:

@@ -26,12 +26,11 @@ from queue_service.doctor import (
 )
 from queue_service.settings import WorkerSettings
 from tests.checkpoints import IDENTITY, keep
+from tests.model_shapes import GB, model_shape
 from workers.blas import NO_BLAS
 from workers.checkpoints.directory import DirectoryStore
 from workers.doctor import check_blas, check_checkpoints, check_size, examine_model
-from workers.fit import ModelShape
 
-GB = 10**9
 OURS = ListedWorker("ours", ("qsvc:m:high", "qsvc:m"), beat_at=1000.0)
 STOCK = ListedWorker("stock", ("mail",), beat_at=1000.0)
 
@@ -40,22 +39,6 @@ STOCK = ListedWorker("stock", ("mail",), beat_at=1000.0)
 class Disk:
     total: int
     free: int
-
-
-def shape(**fields: Any) -> ModelShape:
-    made: dict[str, Any] = {
-        "name": "m",
-        "family": "llama",
-        "num_parameters": GB,
-        "weight_bytes": 2 * GB,
-        "file_bytes": None,
-        "dtype": "bfloat16",
-        "device": "gpu",
-        "context_length": 8192,
-        "kv_bytes_per_token": 100_000,
-        "fixed_bytes_per_row": 0,
-    }
-    return ModelShape(**{**made, **fields})
 
 
 def is_fault(finding: Finding, what: str, fix: str, level: Level = Level.WARNING) -> bool:
@@ -241,18 +224,18 @@ def test_a_missing_blas_is_named_with_what_to_install() -> None:
 
 
 def test_a_model_that_is_too_large_is_named() -> None:
-    fault = check_size(shape(weight_bytes=20 * GB), 16 * GB)
+    fault = check_size(model_shape(weight_bytes=20 * GB), 16 * GB)
     assert is_fault(fault, "too large for this machine", "smaller", Level.REFUSED)
 
 
 def test_what_fits_is_told_in_rows_and_tokens() -> None:
-    told = check_size(shape(), 16 * GB)
+    told = check_size(model_shape(), 16 * GB)
     assert told.level is Level.INFO
     assert "95 rows of 1,024 tokens, or 23 rows of 4,096 tokens, or 11 rows of 8,192" in told.what
 
 
 def test_a_context_that_does_not_fit_whole_is_told() -> None:
-    told = check_size(shape(context_length=131_072), 16 * GB)
+    told = check_size(model_shape(context_length=131_072), 16 * GB)
     assert (told.level, "of its 131,072" in told.what) == (Level.INFO, True)
     assert "--kv-memory" in (told.fix or "")
 

@@ -198,6 +198,7 @@ class ChatRequest(_SampledRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    parse_special_tokens: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -301,6 +302,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "parallel_tool_calls": (True, False),
+    "parse_special_tokens": (True,),
     "reasoning_effort": (),
     "suffix": ("",),
     "thinking_budget": (),

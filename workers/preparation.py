@@ -184,7 +184,7 @@ class Preparer:
     def _rendering(request: ChatRequest) -> dict[str, Any]:
         """Return the keywords that a chat's template gets, without those of the last turn."""
         kwargs: dict[str, Any] = dict(request.chat_template_kwargs)
-        for name in ("add_generation_prompt", "continue_final_message"):
+        for name in ("add_generation_prompt", "continue_final_message", "parse_special_tokens"):
             if name in kwargs:
                 raise RequestError(
                     f"{name} is a field of the request, not of its chat_template_kwargs",
@@ -195,6 +195,8 @@ class Preparer:
             kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
         if request.tools and request.tool_choice.mode is not ToolChoiceMode.NONE:
             kwargs["tools"] = request.tools_for_template()
+        if request.parse_special_tokens:
+            kwargs["parse_special_tokens"] = True
         return kwargs
 
     def _render(self, request: ChatRequest, rendering: dict[str, Any]) -> str:

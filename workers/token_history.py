@@ -16,11 +16,11 @@ _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 class Codec(Protocol):
     """What is asked of a tokenizer here: exact text, special tokens included."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Return the token ids of a rendered chat, or of its end."""
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of token ids."""
+    def decode_chat(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids; nothing where it does not tell what is a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class TokenHistory:
         """
         if not ids or self._renewed(ids):
             return
-        text = self._codec.decode(ids, skip_special_tokens=False)
+        text = self._codec.decode_chat(ids)
         if not text or text.endswith(_REPLACEMENT_CHARACTER) or len(text) > self._max_characters:
             return
         entry = _Entry(text, array("I", ids))
@@ -93,11 +93,11 @@ class TokenHistory:
         entry = self._longest_beginning_of(rendered)
         if entry is None or _begins_with(canonical, entry.ids):
             return canonical
-        rest = self._codec.encode(rendered[len(entry.text) :], add_special_tokens=False)
+        rest = self._codec.encode_chat(rendered[len(entry.text) :])
         candidate = [*entry.ids, *rest]
         # Some tokenizers write a space before a text or normalise it: the rest of a prompt is
         # then not what they make of it alone.
-        if self._codec.decode(candidate, skip_special_tokens=False) != rendered:
+        if self._codec.decode_chat(candidate) != rendered:
             return canonical
         return candidate
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from queue_service.errors import RequestError
 from queue_service.json_text import MAX_REASON_CHARS, shortened
+from workers.literal_tokens import LiteralTokens, pieces, unescaped
 
 # Settings of the renderer itself: a request that could set them would swap the template or
 # get something else than text.
@@ -45,6 +46,8 @@ _TEMPLATE_FAILURES = (
 
 # How SentencePiece writes the space before a word, and a byte that has no token of its own.
 _WORD_START = "\u2581"
+# What a template writes around a turn or a part of it; not words or spaces of the vocabulary.
+_MARKER = re.compile(r"[^\w\s].*[^\w\s]", re.DOTALL)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -87,6 +90,11 @@ class Tokenizer:
         self.eos_token_ids: frozenset[int] = frozenset((*eos_token_ids, *own_eos))
         self.vocab_size: int = len(hf)
         self._added_ids = frozenset(hf.added_tokens_decoder)
+        special = {
+            i: token.content for i, token in hf.added_tokens_decoder.items() if token.special
+        }
+        self._special_ids = frozenset(special)
+        self._literals = LiteralTokens(special.values(), self._template_markers())
         self._is_byte_level = "ByteLevel" in repr(getattr(hf.backend_tokenizer, "decoder", None))
         # The first call switches off the truncation and padding that a tokenizer.json may bring.
         # That changes the Rust object, for which some versions must have it alone ("Already
@@ -125,12 +133,36 @@ class Tokenizer:
     def encode_chat(self, rendered: str) -> list[int]:
         """Return the token ids of a rendered chat, which brings its own special tokens.
 
-        One BOS is kept where template and text both wrote one. Special tokens that a user wrote
-        in a message are not told apart from the template's: this is the one place to do it.
+        One BOS is kept where template and text both wrote one. The name of a token that stands in
+        a message is no token, unless the chat was rendered with ``parse_special_tokens``.
         """
-        ids = self.encode(rendered, add_special_tokens=False)
+        first, *others = pieces(rendered) or ("",)
+        ids = self.encode(first, add_special_tokens=False)
+        for piece in others:
+            ids += self._encode_inside(piece)
         doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled else ids
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """Return the token ids of a text that stands behind another.
+
+        SentencePiece writes a space before the first word of a text; behind a line's end it does
+        not.
+        """
+        line_end = self.encode("\n", add_special_tokens=False)
+        ids = self.encode("\n" + text, add_special_tokens=False)
+        if ids[: len(line_end)] == line_end:
+            return ids[len(line_end) :]
+        return self.encode(text, add_special_tokens=False)
+
+    def decode_chat(self, ids: Sequence[int]) -> str:
+        """Return the text of a chat's ids, special tokens written out.
+
+        Nothing where one is written out as plain text too: the text would not tell which is which.
+        """
+        text = self.decode(ids, skip_special_tokens=False)
+        num_special = sum(1 for token_id in ids if token_id in self._special_ids)
+        return text if self._literals.count(text) == num_special else ""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``, spaces untouched; ids without a token give nothing.
@@ -175,15 +207,19 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        parse_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> str:
         """Return the prompt text of ``messages``, as the model's chat template writes it.
+
+        It is for ``encode_chat``, which takes the marks out that it may hold.
 
         Args:
             messages: at least one ``{"role", "content", ...}``.
             add_generation_prompt: open the assistant's turn at the end.
             continue_final_message: leave the last message open for the model to go on with;
                 excludes ``add_generation_prompt``.
+            parse_special_tokens: let names of tokens in messages be tokens.
             template_kwargs: what the template may read: ``tools``, ``enable_thinking``, ...
 
         Raises:
@@ -200,9 +236,14 @@ class Tokenizer:
                 "this model has no chat template: send a prompt to /v1/completions instead",
                 param="messages",
             )
+        if parse_special_tokens:
+            turns = [dict(message) for message in messages]
+        else:
+            turns = self._literals.marked_messages(messages)
+            template_kwargs = self._literals.marked(template_kwargs)
         try:
             rendered = self._apply_chat_template(
-                [dict(message) for message in messages],
+                turns,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -212,7 +253,13 @@ class Tokenizer:
             # Some of transformers' messages quote the whole chat.
             reason = shortened(str(exc) or type(exc).__name__, MAX_REASON_CHARS)
             raise RequestError(f"the chat template: {reason}", param="messages") from exc
-        return str(rendered)
+        return unescaped(str(rendered))
+
+    def _template_markers(self) -> set[str]:
+        """Return the names of tokens that the template writes, other than words and spaces."""
+        template = self.chat_template or ""
+        names = {token.content for token in self._hf.added_tokens_decoder.values()}
+        return {name for name in names if name in template and _MARKER.fullmatch(name)}
 
 
 def _without_lone_surrogates(text: str) -> str:

@@ -138,6 +138,7 @@ OWN_FIELDS: dict[Endpoint, dict[str, st.SearchStrategy[Any]]] = {
         "thinking_budget": COUNTS,
         "chat_template_kwargs": OBJECTS,
         "add_generation_prompt": st.booleans(),
+        "parse_special_tokens": st.booleans(),
     },
     Endpoint.COMPLETIONS: {"echo": st.booleans(), "logprobs": st.integers(0, 5)},
 }
@@ -186,7 +187,7 @@ def spoiled_bodies(draw: st.DrawFn, endpoint: Endpoint) -> dict[str, Any]:
         match draw(st.integers(0, 3)):
             case 0:
                 parent[last] = draw(JUNK)
-            case 1:
+            case 1 if paths:
                 del parent[last]
             case 2 if isinstance(parent, dict):
                 parent[draw(TEXT)] = draw(JUNK)

@@ -303,6 +303,7 @@ OWN_FIELDS: dict[Endpoint, dict[str, Make]] = {
         "thinking_budget": lambda b: b.integer(0, 2**40),
         "chat_template_kwargs": Bodies.object,
         "add_generation_prompt": lambda b: b.chance() < 0.5,
+        "parse_special_tokens": lambda b: b.chance() < 0.5,
     },
     Endpoint.COMPLETIONS: {
         "echo": lambda b: b.chance() < 0.5,

@@ -192,11 +192,11 @@ def test_a_resolved_prompt_shares_its_stable_part_with_the_next_turn() -> None:
     chats = Chats(QWEN3)
     tokenizer = chats.encoder.tokenizer
     history = TokenHistory(tokenizer)
-    spelled = [
-        i
-        for c in tokenizer.render_chat(HELLO)
-        for i in tokenizer.encode(c, add_special_tokens=False)
-    ]
+    spelled: list[int] = []
+    for token_id in tokenizer.encode_chat(tokenizer.render_chat(HELLO)):
+        letters = tokenizer.decode([token_id])
+        one_by_one = [i for c in letters for i in tokenizer.encode(c, add_special_tokens=False)]
+        spelled += one_by_one or [token_id]
     history.remember(spelled)
 
     def resolve(messages: list[Message]) -> list[int]:

@@ -272,7 +272,9 @@ def test_priority_reaches_the_rows() -> None:
     assert [row.priority for row in prepare_chat(priority=7).rows(FakeTokenizer())] == [7]
 
 
-@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message"])
+@pytest.mark.parametrize(
+    "name", ["add_generation_prompt", "continue_final_message", "parse_special_tokens"]
+)
 def test_a_field_of_the_request_is_none_of_the_templates(name: str) -> None:
     field = refused_field(chat_template_kwargs={name: True})
     assert field == f"chat_template_kwargs.{name}"

@@ -449,6 +449,7 @@ def test_harmless_fields_are_accepted_and_change_nothing(name: str, value: Any) 
         (Endpoint.COMPLETIONS, "chat_template_kwargs", {}),
         (Endpoint.COMPLETIONS, "continue_final_message", False),
         (Endpoint.COMPLETIONS, "add_generation_prompt", True),
+        (Endpoint.COMPLETIONS, "parse_special_tokens", True),
     ],
 )
 def test_an_unsupported_field_may_carry_the_value_that_changes_nothing(
@@ -475,6 +476,7 @@ def test_an_unsupported_field_may_carry_the_value_that_changes_nothing(
         (Endpoint.COMPLETIONS, "chat_template_kwargs", {"enable_thinking": False}),
         (Endpoint.COMPLETIONS, "continue_final_message", True),
         (Endpoint.COMPLETIONS, "add_generation_prompt", False),
+        (Endpoint.COMPLETIONS, "parse_special_tokens", False),
     ],
 )
 def test_an_unsupported_field_that_would_change_the_answer_is_refused_by_name(

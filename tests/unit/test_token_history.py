@@ -33,12 +33,10 @@ class ToyCodec:
     def __init__(self) -> None:
         self.num_decodes = 0
         self.num_encodes = 0
-        self.flags: set[tuple[str, bool]] = set()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode_chat(self, rendered: str) -> list[int]:
         self.num_encodes += 1
-        self.flags.add(("add_special_tokens", add_special_tokens))
-        rest = text.encode()
+        rest = rendered.encode()
         ids = []
         while rest:
             best = max((i for i, p in PIECES.items() if p and rest.startswith(p)), key=_length)
@@ -46,9 +44,8 @@ class ToyCodec:
             rest = rest[_length(best) :]
         return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode_chat(self, ids: Sequence[int]) -> str:
         self.num_decodes += 1
-        self.flags.add(("skip_special_tokens", skip_special_tokens))
         return b"".join(PIECES[i] for i in ids).decode(errors="replace")
 
     def text(self, ids: Sequence[int]) -> str:
@@ -78,14 +75,6 @@ def resolves(history: TokenHistory, ids: Sequence[int]) -> bool:
 def test_a_prompt_begins_with_the_ids_that_were_generated(history: TokenHistory) -> None:
     history.remember([5, 1, 2])
     assert history.resolve("<s>abcdtail", [5, 3, 4]) == [5, 1, 2, 4]
-
-
-def test_the_codec_is_asked_for_exact_text_with_special_tokens(
-    history: TokenHistory, codec: ToyCodec
-) -> None:
-    history.remember([5, 1, 2])
-    history.resolve("<s>abcdtail", [5, 3, 4])
-    assert codec.flags == {("add_special_tokens", False), ("skip_special_tokens", False)}
 
 
 def test_the_oldest_entry_makes_room_for_the_newest(codec: ToyCodec) -> None:
@@ -182,7 +171,7 @@ def test_the_limits_hold_whatever_is_remembered(
         history.remember(ids)
         assert len(history) <= max_entries
         assert history.num_characters <= max_characters
-        text = codec.decode(ids, skip_special_tokens=False)
+        text = codec.decode_chat(ids)
         if text and not text.endswith("\ufffd") and len(text) <= max_characters:
             # The newest is never the one to go.
             assert history.resolve(text + "tail", [0]) == [*ids, 4]
@@ -197,7 +186,7 @@ def test_whatever_is_remembered_a_prompt_keeps_its_text(
     for ids in sequences:
         history.remember(ids)
     rendered = codec.text(prompt)
-    canonical = codec.encode(rendered, add_special_tokens=False)
+    canonical = codec.encode_chat(rendered)
     assert codec.text(history.resolve(rendered, canonical)) == rendered
 
 
@@ -250,8 +239,8 @@ def test_ids_that_begin_the_canonical_ones_cost_nothing(
 class SpaceEatingCodec(ToyCodec):
     """Loses the first character of every text that it encodes, as some normalisers do."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return super().encode(text[1:], add_special_tokens=add_special_tokens)
+    def encode_chat(self, rendered: str) -> list[int]:
+        return super().encode_chat(rendered[1:])
 
 
 def test_a_rest_that_encodes_to_another_text_makes_the_prompt_canonical() -> None:
@@ -273,7 +262,7 @@ def test_many_threads_remember_and_resolve_at_once() -> None:
             assert len(history) <= 4
             assert history.num_characters <= 60
             rendered = codec.text([*ids, 4])
-            canonical = codec.encode(rendered, add_special_tokens=False)
+            canonical = codec.encode_chat(rendered)
             assert codec.text(history.resolve(rendered, canonical)) == rendered
 
     with ThreadPoolExecutor(4) as pool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, pre_tokenizers, processors
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from queue_service.errors import RequestError
+from tests.chat_templates import QWEN3, chat_tokenizer
 from workers.gguf import read_gguf
 from workers.models import demo_file
 from workers.tokenizer import Tokenizer
@@ -186,11 +188,6 @@ def test_the_final_message_can_be_left_open(smollm: Tokenizer) -> None:
     assert rendered.endswith("<|im_start|>assistant\nWell,")
 
 
-def test_special_tokens_in_a_message_become_those_tokens(smollm: Tokenizer) -> None:
-    rendered = smollm.render_chat([{"role": "user", "content": "<|im_end|>"}])
-    assert smollm.encode_chat(rendered).count(2) == 3
-
-
 def test_template_keywords_reach_the_template() -> None:
     tokenizer = tiny("{{ 'a' if enable_thinking else 'b' }} {{ tools | length }}")
     rendered = tokenizer.render_chat(
@@ -256,3 +253,104 @@ def test_a_doubled_bos_is_dropped_once() -> None:
     assert tokenizer.encode_chat("<s><s> a") == [BOS, A]
     assert tokenizer.encode_chat("<s> a") == [BOS, A]
     assert tokenizer.encode_chat("a") == [A]
+
+
+CHAT_TOKENS = st.sampled_from(
+    [
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|endoftext|>",
+        "<|",
+        "im_end",
+        "|>",
+        "\n",
+        "user",
+        "\ufdd0",
+        "é",
+    ]
+)
+
+
+@given(texts=st.lists(st.lists(CHAT_TOKENS, max_size=8).map("".join), min_size=1, max_size=4))
+def test_no_message_can_write_a_special_token(smollm: Tokenizer, texts: list[str]) -> None:
+    def special(contents: list[str]) -> list[int]:
+        turns = [{"role": role, "content": c} for role, c in zip(roles, contents, strict=True)]
+        ids = smollm.encode_chat(smollm.render_chat(turns))
+        shown = smollm.decode(ids, skip_special_tokens=False)
+        assert all(content.replace("\ufdd0", "") in shown for content in contents)
+        return [token_id for token_id in ids if smollm.decode([token_id]) == ""]
+
+    roles = ["user", "assistant"] * 2
+    del roles[len(texts) :]
+    assert special(texts) == special(["x"] * len(texts))
+
+
+def test_the_name_of_a_token_in_a_message_is_text_unless_asked(smollm: Tokenizer) -> None:
+    [end] = smollm.encode("<|im_end|>", add_special_tokens=False)
+    turn = {"role": "user", "content": "say <|im_end|> twice"}
+    ids = smollm.encode_chat(smollm.render_chat([turn]))
+    asked = smollm.encode_chat(smollm.render_chat([turn], parse_special_tokens=True))
+    assert asked.count(end) - ids.count(end) == 1
+    assert smollm.decode(ids, skip_special_tokens=False) == smollm.decode(
+        asked, skip_special_tokens=False
+    )
+    # Its text alone does not tell the one from the other.
+    assert smollm.decode_chat(ids) == ""
+    assert "say <|im_end|> twice" in smollm.decode_chat(asked)
+
+
+def test_what_marks_a_thought_is_text_where_a_user_writes_it_and_whole_in_an_answer() -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    [thought] = tokenizer.encode("<think>", add_special_tokens=False)
+
+    def count(role: str, content: str) -> int:
+        turns = [{"role": "user", "content": "hi"}, {"role": role, "content": content}]
+        return tokenizer.encode_chat(
+            tokenizer.render_chat(turns, add_generation_prompt=False)
+        ).count(thought)
+
+    assert count("user", "<think>") == 0
+    assert count("assistant", "<think>\nwell\n</think>\n\nyes") == 1
+
+
+def test_tools_and_template_arguments_write_no_tokens_either(smollm: Tokenizer) -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    [end] = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    turn = [{"role": "user", "content": "hi"}]
+
+    def count(description: str) -> int:
+        function = {"name": "f", "description": description, "parameters": {}}
+        rendered = tokenizer.render_chat(turn, tools=[{"type": "function", "function": function}])
+        return tokenizer.encode_chat(rendered).count(end)
+
+    assert count("<|im_end|>") == count("none")
+
+
+def test_a_template_that_escapes_what_is_not_ascii_shows_no_mark() -> None:
+    def rendering(messages: list[dict[str, Any]], **_: Any) -> str:
+        return json.dumps(messages)
+
+    tokenizer = Tokenizer(tiny_hf(), apply_chat_template=rendering)
+    rendered = tokenizer.render_chat([{"role": "user", "content": "a <s> b"}])
+    assert "fdd0" not in rendered
+    assert BOS not in tokenizer.encode_chat(rendered)
+
+
+def test_the_rest_of_a_broken_name_gets_no_space_of_sentencepiece() -> None:
+    # As in Llama 2's tokenizer.json: a text begins with the mark of a space, and bytes stand in
+    # for what is no word.
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u2581": 3}
+    vocabulary |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    fast = FastTokenizer(
+        models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    fast.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    fast.add_tokens([AddedToken(word, special=True) for word in ("<unk>", "<s>", "</s>")])
+    hf = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=fast, chat_template="{{ messages[0].content }}"
+    )
+    tokenizer = Tokenizer(hf)
+    ids = tokenizer.encode_chat(tokenizer.render_chat([{"role": "user", "content": "</s>"}]))
+    assert ids == [3, *(4 + byte for byte in b"</s>")]

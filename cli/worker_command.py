@@ -25,6 +25,7 @@ from queue_service.settings import PathSettings, RedisSettings, RetentionSetting
 @click.option("--kv-memory", metavar="SIZE", help="Memory for keys and values, such as 8GB.")
 @click.option("--blas-threads", type=int, help="CPU threads of OpenBLAS (Linux).")
 @click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one run or worker on each.")
+@click.option("--metrics-port", type=int, help="Serve Prometheus's /metrics here (off).")
 @click.option("--burst", is_flag=True, help="End when the queues are empty.")
 def command(
     model: str | None,
@@ -37,6 +38,7 @@ def command(
     kv_memory: str | None,
     blas_threads: int | None,
     device_slot: str | None,
+    metrics_port: int | None,
     burst: bool,
 ) -> None:
     """Serve a model: claim jobs from Redis, run them in one batch, write the answers.
@@ -63,6 +65,7 @@ def command(
         kv_memory=kv_memory,
         blas_threads=blas_threads,
         device_slot=device_slot,
+        metrics_port=metrics_port,
     )
     if worker.model is None:
         raise ConfigurationError("name the model to serve with --model or QSVC_WORKER_MODEL")

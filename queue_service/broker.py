@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import time
 import uuid
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -37,6 +38,7 @@ class Claimed:
         fields: what a worker needs of the job's hash, as the claim found it but with this claim
             counted.
         started_at: seconds since the epoch, this machine's clock.
+        claimed_at: seconds of this machine's monotonic clock.
     """
 
     job_id: str
@@ -44,6 +46,7 @@ class Claimed:
     queue: str
     fields: Mapping[str, bytes]
     started_at: float
+    claimed_at: float = 0.0
 
     def text(self, field: str) -> str | None:
         """Return a field of the job's hash, None when it is absent or empty."""
@@ -222,6 +225,7 @@ class Broker:
             ],
             args,
         )
+        claimed_at = time.monotonic()
         claimed = [
             Claimed(
                 job_id=job_id.decode(),
@@ -229,6 +233,7 @@ class Broker:
                 queue=names[index],
                 fields={flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)},
                 started_at=moment.timestamp(),
+                claimed_at=claimed_at,
             )
             # Fewer jobs than ids when the queues hold no more.
             for execution_id, (job_id, index, flat) in zip(execution_ids, rows, strict=False)

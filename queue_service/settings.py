@@ -211,6 +211,13 @@ class WorkerSettings(Section):
     engine_stall_seconds: Seconds = Field(
         300.0, description="Time without engine progress after which the worker is restarted."
     )
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
+        None, description="Port for Prometheus's /metrics, 0 for a free one; unset: no metrics."
+    )
+    metrics_host: Name = Field(
+        "127.0.0.1",
+        description="Address that metrics are served on. Anybody who reaches it reads them.",
+    )
     publish_interval_seconds: Seconds = Field(
         0.075, description="Time between two writes of new text to a job's stream."
     )

@@ -110,6 +110,11 @@ class FakeEngine:
     def peak_bytes(self) -> int:
         return 123_000_000
 
+    @property
+    def kv_bytes(self) -> int:
+        """What the keys and values of its rows take now; not known."""
+        return 0
+
 
 def _logprobs(request: RowRequest, token_id: int) -> TokenLogprobs | None:
     """The token was certain, and the first ids of the vocabulary come after it."""

@@ -114,3 +114,8 @@ class ReferenceEngine:
     def peak_bytes(self) -> int:
         """The most memory that the model and its rows took."""
         return mx.get_peak_memory()
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the keys and values of its rows take now; not known."""
+        return 0

@@ -207,6 +207,11 @@ class BatchEngine:
         return mx.get_peak_memory()
 
     @property
+    def kv_bytes(self) -> int:
+        """What the keys and values of its rows take now, padding included, prefixes not."""
+        return self._scheduler.kv_bytes_used
+
+    @property
     def peak_kv_bytes(self) -> int:
         """The most that the keys and values of all rows took, padding included, prefixes not."""
         return self._runner.peak_bytes

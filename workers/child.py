@@ -30,6 +30,7 @@ from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
 from workers.generation import EngineParts, GenerationThread
 from workers.generator import EngineGenerator, make_publisher
 from workers.logs import configure_logging
+from workers.metrics import Metrics
 from workers.model_info import ModelInfo
 from workers.outcomes import OutcomeWriter
 from workers.preparation import Limits, Preparer, PromptEncoder
@@ -37,6 +38,7 @@ from workers.requests import Result
 from workers.rq_worker import BatchWorker, EngineFailed, ResultQueue
 from workers.sampling import SamplingDefaults
 from workers.token_history import TokenHistory
+from workers.totals import Totals
 from workers.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
@@ -150,15 +152,31 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
     """
     parts = worker_parts(settings, settings.queues, load)
     generator, (_, card) = parts["generator"], parts["model_card"]
+    totals = Totals()
+    metrics = _serve_metrics(settings, generator, totals, card)
     reporter.report("ready", name=settings.name, model=card["model"])
     return BatchWorker(
         settings.queues,
         **parts,
+        totals=totals,
+        on_end=metrics.note_end if metrics is not None else lambda *_: None,
         # Rows, not jobs: one that has ended may have to wait long for the server.
         on_turn=lambda: reporter.progress(
             generator.num_rows, generator.steps, generator.peak_bytes
         ),
     )
+
+
+def _serve_metrics(
+    settings: ChildSettings, generator: EngineGenerator, totals: Totals, card: Mapping[str, str]
+) -> Metrics | None:
+    port = settings.worker.metrics_port
+    if port is None:
+        return None
+    info = {"name": settings.name, "alias": settings.alias, **card}
+    metrics = Metrics(lambda: {**generator.figures(), **totals.figures()}, info)
+    metrics.serve(settings.worker.metrics_host, port)
+    return metrics
 
 
 def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -> WorkerParts:

@@ -154,3 +154,7 @@ class Engine(Protocol):
     @property
     def peak_bytes(self) -> int:
         """The most memory that the model and its rows took."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the keys and values of its rows take now."""

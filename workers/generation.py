@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 from workers.answer import AnswerDecoder, ChoiceBuilder
 from workers.answer_forms import Piece
 from workers.engine import Begun, Engine, Failed, Kept, RowRequest, Token, TokenLogprobs
-from workers.requests import Generated, PreparedRequest
+from workers.requests import Generated, PreparedRequest, RunTimes
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class _Job:
 
     request: PreparedRequest
     builders: list[ChoiceBuilder]
+    began: float
+    first_token: float | None = None
     cached_tokens: int = 0
 
     def note_cached(self, choice: int, num_tokens: int) -> bool:
@@ -105,6 +108,7 @@ class GenerationThread:
         max_rows: rows handed to the engine at a time; more wait inside the thread.
         on_kept: called on the engine thread with the tokens of a chat that a later prompt may
             go on with.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -115,7 +119,9 @@ class GenerationThread:
         on_failure: Callable[[BaseException], None],
         max_rows: int,
         on_kept: Callable[[Sequence[int]], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._make_parts = make_parts
         self._sink = sink
         self._on_failure = on_failure
@@ -130,6 +136,7 @@ class GenerationThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
         self.peak_bytes = 0
+        self.kv_bytes = 0
 
     def start(self) -> None:
         """Start the thread; loading the model is its first work."""
@@ -196,6 +203,7 @@ class GenerationThread:
                 self._fail(parts.engine, job, error)
         self.steps += 1
         self.peak_bytes = parts.engine.peak_bytes
+        self.kv_bytes = parts.engine.kv_bytes
 
     def _receive(self, *, idle: bool) -> None:
         if idle and not self._waiting:
@@ -241,7 +249,7 @@ class GenerationThread:
                 self._sink.begin(request)
                 self._sink.fail(request.execution_id, error)
                 continue
-            job = _Job(request, builders)
+            job = _Job(request, builders, began=self._clock())
             if request.resumed is not None:
                 job.cached_tokens = request.resumed.header.cached_tokens
             self._jobs[request.execution_id] = job
@@ -288,6 +296,8 @@ class GenerationThread:
         )
 
     def _advance(self, engine: Engine, job: _Job, choice: int, token: Token) -> None:
+        if job.first_token is None:
+            job.first_token = self._clock()
         builder = job.builders[choice]
         pieces = builder.push(token)
         self._sink.advance(job.request.execution_id, choice, token.token_id, pieces, token.logprobs)
@@ -301,7 +311,10 @@ class GenerationThread:
     def _end(self, job: _Job) -> None:
         del self._jobs[job.request.execution_id]
         choices = [one.choice() for one in job.builders]
-        self._sink.end(Generated(job.request, choices, job.cached_tokens))
+        times = None
+        if job.first_token is not None:
+            times = RunTimes(job.began, job.first_token, self._clock())
+        self._sink.end(Generated(job.request, choices, job.cached_tokens, times))
 
     def _fail(self, engine: Engine, job: _Job, error: Exception) -> None:
         self._remove(engine, job)

@@ -116,6 +116,7 @@ class EngineGenerator:
             "rows": str(self._engine.num_rows),
             "steps": str(self._engine.steps),
             "peak_bytes": str(self.peak_bytes),
+            "kv_bytes": str(self._engine.kv_bytes),
             **self._figures(),
         }
 

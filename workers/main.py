@@ -65,7 +65,11 @@ def load(child: ChildSettings) -> ServedModel:
     def figures() -> dict[str, str]:
         shared = {name: str(count) for name, count in asdict(engine.prefix_figures).items()}
         kept = checkpoints.figures() if checkpoints is not None else {}
-        return {**{f"prefix_{name}": count for name, count in shared.items()}, **kept}
+        return {
+            "kv_budget_bytes": str(memory.kv_bytes),
+            **{f"prefix_{name}": count for name, count in shared.items()},
+            **kept,
+        }
 
     versions = f"mlx={version('mlx')} mlx-lm={version('mlx-lm')}"
     line = (

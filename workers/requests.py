@@ -168,12 +168,39 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RunTimes:
+    """When a generation came how far, in seconds of the monotonic clock.
+
+    Attributes:
+        began: it was handed to the engine.
+        first_token: the first token of any choice was there.
+        ended: the last one was.
+    """
+
+    began: float
+    first_token: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
 class Generated:
-    """A generation that came to its end: every choice has."""
+    """A generation that came to its end: every choice has.
+
+    Attributes:
+        times: None for one that had its last token before this worker had it.
+    """
 
     request: PreparedRequest
     choices: Sequence[Choice]
     cached_tokens: int = 0
+    times: RunTimes | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that this execution generated, without those of executions before it."""
+        earlier = self.request.resumed
+        num_earlier = sum(map(len, earlier.tokens.values())) if earlier is not None else 0
+        return max(0, sum(choice.completion_tokens for choice in self.choices) - num_earlier)
 
     @property
     def claimed(self) -> Claimed:

@@ -32,7 +32,7 @@ from rq.utils import now
 from rq.worker import BaseWorker, WorkerStatus
 
 from queue_service import keys
-from queue_service.broker import Beat, Broker, Claimed, Ended
+from queue_service.broker import Beat, Broker, Claimed, Ended, Outcome
 from queue_service.errors import ConfigurationError
 from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
@@ -43,6 +43,7 @@ from workers.errors import Stopped, TimedOut
 from workers.outcomes import OutcomeWriter
 from workers.preparation import timeout_seconds
 from workers.requests import Generated, Refused, Result
+from workers.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,8 @@ class BatchWorker(BaseWorker):
         aftercare: sees to callbacks and dependents of ended jobs.
         broker: the scripts, for these queues and this name.
         model_card: published for the model's alias while the worker lives.
+        totals: counts what this worker has done.
+        on_end: told of each job whose end was accepted, and will not run again.
     """
 
     job_class = SafeJob
@@ -178,6 +181,8 @@ class BatchWorker(BaseWorker):
         aftercare: Aftercare,
         broker: Broker,
         model_card: tuple[str, Mapping[str, str]],
+        totals: Totals | None = None,
+        on_end: Callable[[Result, Outcome], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
@@ -192,6 +197,8 @@ class BatchWorker(BaseWorker):
         self._broker = broker
         self._sweeper = Sweeper(connection)
         self._model_card = model_card
+        self._totals = totals if totals is not None else Totals()
+        self._on_end = on_end
         self._clock = clock
         self._on_turn = on_turn
         self._running: dict[str, Claimed] = {}
@@ -496,9 +503,13 @@ class BatchWorker(BaseWorker):
             outcomes = [(c, self._outcomes.outcome(result)) for c, result in chunk]
             replies = self._broker.finish(outcomes)
             del self._unsaved[:_FINISH_CHUNK]
-            for (claimed, outcome), reply in zip(outcomes, replies, strict=True):
+            for (claimed, result), (_, outcome), reply in zip(
+                chunk, outcomes, replies, strict=True
+            ):
                 if reply in ("ok", "aftercare"):
                     self.num_done += 1
+                    self._totals.count(outcome)
+                    self._on_end(result, outcome)
                     if outcome.error is not None:
                         code = outcome.error["code"]
                         logger.info("job failed job=%s code=%s", claimed.job_id, code)
@@ -509,8 +520,10 @@ class BatchWorker(BaseWorker):
                             )
                         )
                 elif reply == "retry":
+                    self._totals.retried += 1
                     logger.info("job will be tried again job=%s", claimed.job_id)
                 else:
+                    self._totals.refused += 1
                     logger.warning("job result refused job=%s because=%s", claimed.job_id, reply)
             if not self._load():
                 self._show_state()
@@ -520,7 +533,7 @@ class BatchWorker(BaseWorker):
         alias, card = self._model_card
         beat = self._broker.beat(
             held,
-            figures=self._generator.figures(),
+            figures={**self._generator.figures(), **self._totals.figures()},
             card=(alias, card),
             keep_seconds=_WORKER_KEEP_SECONDS,
         )
@@ -544,6 +557,7 @@ class BatchWorker(BaseWorker):
                 "job taken away job=%s status=%s", claimed.job_id, beat.lost[execution_id]
             )
             self._broker.release(claimed)
+        self._totals.lost += len(lost)
 
     def _show_state(self) -> None:
         if not self._load():

@@ -31,7 +31,7 @@ local lease_end = tostring(math.floor(now) + lease)
 
 -- What of a job's hash is not sent to the worker, which has no use for it.
 local UNSENT = {}
-for _, field in ipairs({'status', 'created_at', 'enqueued_at', 'started_at', 'ended_at',
+for _, field in ipairs({'status', 'created_at', 'started_at', 'ended_at',
   'last_heartbeat', 'worker_name', 'origin', 'description', 'meta', 'group_id', 'retries_left',
   'enqueue_at_front_on_retry', 'qsvc_v', 'qsvc_line', 'qsvc_execution', 'qsvc_write', 'qsvc_done',
   'qsvc_resume', 'qsvc_settled', 'qsvc_auto_retry', 'qsvc_attempt', 'qsvc_deaths'}) do

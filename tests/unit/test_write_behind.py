@@ -93,7 +93,12 @@ def test_what_does_not_fit_is_dropped_with_all_that_follows_it(
     assert writer.put(CHAIN[4:]) == 0
     store.gate.set()
     assert writer.flush(SECONDS)
-    assert writer.counts() == {"written": 3, "dropped_full": 2 * len(CHAIN) - 3 - 4}
+    num_dropped = 2 * len(CHAIN) - 3 - 4
+    assert writer.counts() == {
+        "written": 3,
+        "dropped_full": num_dropped,
+        "dropped_bytes": sum(one.nbytes for one in [*CHAIN[3:], *CHAIN[4:]]),
+    }
     assert store.match(PROMPT).length == 768
 
 
@@ -182,7 +187,12 @@ def test_no_more_than_a_budget_is_written_in_a_day(
     writer = make_writer(bytes_per_day=2 * CHAIN[0].nbytes, clock=clock)
     writer.put(CHAIN)
     assert writer.flush(SECONDS)
-    assert writer.counts() == {"written": 2, "dropped_daily": len(CHAIN) - 2}
+    dropped = CHAIN[2:]
+    assert writer.counts() == {
+        "written": 2,
+        "dropped_daily": len(dropped),
+        "dropped_bytes": sum(one.nbytes for one in dropped),
+    }
     clock.now += 86_400
     writer.put(CHAIN[2:4])
     assert writer.flush(SECONDS)
@@ -223,7 +233,10 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(
     writer.put(CHAIN)
     assert store.entered.wait(SECONDS)
     writer.close(0.01)
-    assert writer.counts() == {"dropped_at_end": len(CHAIN)}
+    assert writer.counts() == {
+        "dropped_at_end": len(CHAIN),
+        "dropped_bytes": sum(one.nbytes for one in CHAIN),
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there, threads have a niceness")

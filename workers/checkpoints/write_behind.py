@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from workers.checkpoints.records import Segment
 from workers.checkpoints.store import CheckpointStore, Tally
@@ -107,7 +107,7 @@ class WriteBehind:
                     continue
                 if self._is_closed or self._num_bytes + segment.nbytes > self._max_bytes:
                     why = "at_end" if self._is_closed else "full"
-                    self._tally.add(f"dropped_{why}", len(segments) - taken)
+                    self._drop(why, segments[taken:])
                     return taken
                 self._waiting.append(segment)
                 self._digests.add(segment.digest)
@@ -136,7 +136,7 @@ class WriteBehind:
         is_empty = self.flush(timeout_seconds)
         with self._changed:
             if not is_empty:
-                self._tally.add("dropped_at_end", len(self._waiting))
+                self._drop("at_end", self._waiting)
                 self._waiting.clear()
             self._changed.notify_all()
         self._thread.join(timeout_seconds)
@@ -144,7 +144,7 @@ class WriteBehind:
     def counts(self) -> dict[str, int]:
         """Return how many segments were ``written``, ``refused``, ``dropped_<why>``, ``failed``.
 
-        ``refused``: by the store; it counts the reasons.
+        ``refused``: by the store; it counts the reasons. ``dropped_bytes``: of all dropped ones.
         """
         return self._tally.counts()
 
@@ -184,7 +184,7 @@ class WriteBehind:
         if now - self._day_began >= _DAY_SECONDS:
             self._day_began, self._day_bytes = now, 0
         if self._day_bytes >= self._bytes_per_day:
-            self._tally.add("dropped_daily")
+            self._drop("daily", [segment])
             return
         num_bytes = self._store.put(segment)
         if num_bytes is None:
@@ -194,6 +194,10 @@ class WriteBehind:
         if num_bytes:
             self._tally.add("written")
             self._pace.note(segment.nbytes)
+
+    def _drop(self, why: str, segments: Collection[Segment]) -> None:
+        self._tally.add(f"dropped_{why}", len(segments))
+        self._tally.add("dropped_bytes", sum(segment.nbytes for segment in segments))
 
     def _done(self, segment: Segment) -> None:
         with self._changed:

@@ -254,10 +254,10 @@ def test_a_pace_keeps_to_its_rate_and_saves_nothing_up() -> None:
     pace = Pace(100.0, clock)
     assert pace.delay_seconds() == 0
     clock.now += 50
-    pace.note(200)
-    assert pace.delay_seconds() == pytest.approx(2)
+    pace.note(200, began=clock.now - 0.5)
+    assert pace.delay_seconds() == pytest.approx(1.5)
     clock.now += 1
-    pace.note(100)
-    assert pace.delay_seconds() == pytest.approx(2)
+    pace.note(100, began=clock.now)
+    assert pace.delay_seconds() == pytest.approx(1.5)
     clock.now += 5
     assert pace.delay_seconds() == 0

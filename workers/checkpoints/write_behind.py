@@ -42,9 +42,9 @@ class Pace:
         self._clock = clock
         self._free_at = clock()
 
-    def note(self, num_bytes: int) -> None:
-        """Count what was written."""
-        self._free_at = max(self._free_at, self._clock()) + num_bytes / self._rate
+    def note(self, num_bytes: int, began: float) -> None:
+        """Count what was written since a time: the write itself is part of what it may take."""
+        self._free_at = max(self._free_at, began) + num_bytes / self._rate
 
     def delay_seconds(self) -> float:
         """Return how long the next write should wait."""
@@ -193,7 +193,7 @@ class WriteBehind:
         self._day_bytes += num_bytes
         if num_bytes:
             self._tally.add("written")
-            self._pace.note(segment.nbytes)
+            self._pace.note(segment.nbytes, now)
 
     def _drop(self, why: str, segments: Collection[Segment]) -> None:
         self._tally.add(f"dropped_{why}", len(segments))

@@ -25,6 +25,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
 
 from queue_service.settings import CheckpointSettings
 from scripts.bench_peers import (
@@ -45,6 +46,7 @@ from workers.checkpoint_setup import Checkpoints, open_checkpoints
 from workers.checkpoint_tier import CheckpointTier
 from workers.checkpoints.cutting import segments_of
 from workers.checkpoints.directory import DirectoryStore
+from workers.checkpoints.planes import PLANE_BYTES, Frame, decode, encode
 from workers.checkpoints.records import Identity, Layer, Segment, Tensor
 from workers.checkpoints.write_behind import WriteBehind
 from workers.kv_records import max_difference, to_array, to_tensor
@@ -242,6 +244,7 @@ def measure_codec(
 ) -> dict[str, Any]:
     """Write and read a prompt's segments again and again; rates are of the arrays' bytes."""
     watch = Stopwatch()
+    planes = _planes_of(layers)
     raw_mb = sum(t.data.nbytes for layer in layers for t in layer.tensors) / 1e6
     longer = [*tokens, tokens[0]]  # a match leaves a token to feed
     disk: dict[str, int] = {}
@@ -260,6 +263,9 @@ def measure_codec(
         if restored.length != len(tokens):
             raise SystemExit(f"not read: {store.counts()}")
         exact = exact and _is_same(restored.segments, segments)
+        with watch.of("decode"):
+            for frames, numbers in planes:
+                decode(frames, numbers)
         tier = CheckpointTier(store, Discards(), runner)
         restore(tier, longer)  # its threads begin
         with watch.of("restore"):
@@ -279,11 +285,24 @@ def measure_codec(
         "write_mb_per_second": raw_mb / watch.seconds("write"),
         "read_mb_per_cpu_second": raw_mb / watch.cpu_seconds("read"),
         "read_mb_per_second": raw_mb / watch.seconds("read"),
+        "decode_mb_per_cpu_second": raw_mb / watch.cpu_seconds("decode"),
         "hand_over_ms": 1e3 * watch.seconds("hand over"),
         "restore_warm_ms": 1e3 * watch.seconds("restore"),
         "restore_cold_ms": cold_ms,
         "exact": exact,
     }
+
+
+def _planes_of(layers: Sequence[Layer]) -> list[tuple[list[Frame], NDArray[Any]]]:
+    """Return frames of all numbers, as files have them, and memory for what each decodes to."""
+    planes = []
+    for tensor in (tensor for layer in layers for tensor in layer.tensors):
+        numbers = np.ascontiguousarray(tensor.data).reshape(-1)
+        numbers = numbers.view(f"u{numbers.itemsize}")
+        for start in range(0, len(numbers), PLANE_BYTES):
+            piece = numbers[start : start + PLANE_BYTES]
+            planes.append((encode([piece], piece.itemsize), np.zeros_like(piece)))
+    return planes
 
 
 class Stopwatch:

@@ -9,9 +9,12 @@ from typing import Any
 
 import redis
 from redis.backoff import ConstantBackoff
+from redis.connection import parse_url
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from queue_service.errors import ConfigurationError, ServerUnavailable
+from queue_service.sentinel_url import SentinelUrl
 from queue_service.settings import RedisSettings, redact_url
 
 OLDEST_VERSION = (6, 2)
@@ -47,13 +50,13 @@ def connect(settings: RedisSettings) -> redis.Redis:
         ServerUnavailable: the server cannot be reached, is loading or refuses us.
     """
     try:
-        connection = redis.Redis.from_url(
+        connection = open_url(
             settings.url,
             decode_responses=False,
             socket_connect_timeout=settings.connect_timeout_seconds,
             socket_timeout=settings.socket_timeout_seconds,
             health_check_interval=15,
-            retry=Retry(ConstantBackoff(0.05), 1, supported_errors=(redis.ConnectionError,)),
+            retry=_retry(),
         )
         connection.ping()
     except redis.RedisError as exc:
@@ -64,6 +67,34 @@ def connect(settings: RedisSettings) -> redis.Redis:
             f"the Redis URL {redact_url(settings.url)} cannot be used: {exc}"
         ) from exc
     return connection
+
+
+def open_url(url: str, **options: Any) -> redis.Redis:
+    """Return a client for a URL of any kind; nothing has been sent yet.
+
+    With sentinels every new connection asks them where the server is, so it follows a failover.
+
+    Args:
+        options: redis-py's, for what the URL does not say.
+
+    Raises:
+        ValueError, TypeError: an option in the URL's query is unknown or of a wrong type.
+    """
+    if not SentinelUrl.matches(url):
+        return redis.Redis.from_url(url, **options)
+    named = SentinelUrl.parse(url)
+    options = {**options, **parse_url(named.server_url)}  # type: ignore[no-untyped-call]
+    del options["host"]
+    timeouts = {name: value for name, value in options.items() if name.startswith("socket_")}
+    # A sentinel that is away is one of several: the next one is asked soon.
+    sentinel_options = {**timeouts, **named.sentinel_login, "retry": _retry()}
+    sentinel: Any = Sentinel(named.sentinels, sentinel_kwargs=sentinel_options, **options)  # type: ignore[no-untyped-call]
+    client: redis.Redis = sentinel.master_for(named.service)
+    return client
+
+
+def _retry() -> Retry:
+    return Retry(ConstantBackoff(0.05), 1, supported_errors=(redis.ConnectionError,))
 
 
 def unavailable(url: str, error: redis.RedisError) -> ServerUnavailable:

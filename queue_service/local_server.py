@@ -146,7 +146,7 @@ class LocalServer:
     def _spawn(self, lock_fd: int) -> None:
         """Start a server that keeps ``lock_fd``; no other server of this folder lives."""
         socket_path = _socket_path_for(self.folder)
-        program = _server_program()
+        program = server_program()
         socket_path.unlink(missing_ok=True)
         self._pid_path.unlink(missing_ok=True)
         os.ftruncate(lock_fd, 0)
@@ -277,7 +277,7 @@ def _client(socket_path: Path) -> redis.Redis:
     )
 
 
-def _server_program() -> str:
+def server_program() -> str:
     """Return the path of a server program: the packaged one, else one on PATH that is new enough.
 
     Raises:

@@ -38,6 +38,7 @@ from pydantic_settings import (
 )
 
 from queue_service.errors import ConfigurationError
+from queue_service.sentinel_url import SentinelUrl
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
@@ -115,8 +116,8 @@ class RedisSettings(Section):
     url: str = Field(
         "redis://127.0.0.1:6379/0",
         repr=False,
-        description="Server as redis://, rediss:// or unix://, with user and password if it has"
-        " them.",
+        description="Server as redis://, rediss:// (TLS) or unix://, with user and password if it"
+        " has them; or redis+sentinel://host:port,host:port/service.",
     )
     connect_timeout_seconds: Seconds = Field(
         2.0, description="How long connecting may take before the server counts as away."
@@ -394,7 +395,7 @@ def config_path() -> Path:
 def redact_url(url: str) -> str:
     """Return a Redis URL without its passwords, also when it is malformed."""
     # Up to the last @, since a password may hold one that should have been escaped.
-    url = re.sub(r"^(\w+://)(?!/)([^:@]*:)?.*@", r"\1\2***@", url)
+    url = re.sub(r"^([\w+]+://)(?!/)([^:@]*:)?.*@", r"\1\2***@", url)
     return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
 
 
@@ -403,13 +404,19 @@ def _url_problem(url: str) -> str | None:
 
     Nothing of the URL is repeated: where the password ends is what may be unclear.
     """
+    if SentinelUrl.matches(url):
+        try:
+            SentinelUrl.parse(url)
+        except ValueError as exc:
+            return str(exc)
+        return None
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
         return "no valid URL (in a password, write / as %2F, @ as %40, # as %23, ? as %3F)"
     if parts.scheme not in ("redis", "rediss", "unix"):
-        return "must start with redis://, rediss:// or unix://"
+        return "must start with redis://, rediss://, unix:// or redis+sentinel://"
     if parts.scheme == "unix":
         if parts.hostname or not parts.path:
             return "a unix URL needs an absolute path: unix:///folder/server.sock"

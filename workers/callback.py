@@ -7,9 +7,8 @@ import json
 import sys
 from typing import Any
 
-import redis
-
 from queue_service.broker import Ending
+from queue_service.connection import open_url
 from queue_service.errors import QsvcError
 from queue_service.results import read_execution
 from queue_service.rqcompat import SafeJob
@@ -23,7 +22,7 @@ def run(request: dict[str, Any]) -> None:
     """Call the function that the worker's own settings name, as RQ would call it."""
     module, _, name = request["name"].rpartition(".")
     function = getattr(importlib.import_module(module), name)
-    with redis.Redis.from_url(request["redis_url"]) as connection:
+    with open_url(request["redis_url"]) as connection:
         job = SafeJob.fetch(request["job_id"], connection=connection)
         body, error = read_execution(connection, job.id, request["execution_id"])
         if request["ending"] == Ending.FINISHED:

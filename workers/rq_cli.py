@@ -116,7 +116,7 @@ def url_of(connection: Redis) -> str:
     if "path" in given:
         return f"unix://{login}{quote(given['path'])}{query}"
     if "host" not in given:
-        raise ConfigurationError("name one server with --url; Sentinel is not supported")
+        raise ConfigurationError("name one server with --url; only `qsvc worker` knows Sentinel")
     scheme = "rediss" if issubclass(pool.connection_class, SSLConnection) else "redis"
     host = f"[{given['host']}]" if ":" in given["host"] else given["host"]
     return f"{scheme}://{login}{host}:{given.get('port', 6379)}{query}"

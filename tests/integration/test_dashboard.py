@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable
@@ -376,3 +377,38 @@ def test_the_running_command_serves_and_keeps_the_password(redis: Redis, redis_u
     assert "***@" in pages[0]
     assert output == ""
     assert "p4ssw0rd" not in "".join(pages) + base
+
+
+def test_the_password_may_come_from_a_file(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("pass word\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", "from cli.dashboard_command import command; command()", "--port=0"],
+        env=os.environ | {"QSVC_REDIS_URL": redis_url, "QSVC_DASHBOARD_PASSWORD_FILE": str(secret)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        base = process.stdout.readline().strip()
+        login = base64.b64encode(b"qsvc:pass word").decode()
+        request = urllib.request.Request(base, headers={"Authorization": f"Basic {login}"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(base, timeout=30)
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("content", [None, "", " \n"])
+def test_a_file_without_a_password_lets_nobody_in(
+    redis_url: str, tmp_path: Path, content: str | None
+) -> None:
+    secret = tmp_path / "password"
+    if content is not None:
+        secret.write_text(content)
+    result = CliRunner().invoke(
+        command, ["--redis", redis_url, "--port", "0", "--password-file", str(secret)]
+    )
+    assert isinstance(result.exception, ConfigurationError)
+    assert str(secret) in str(result.exception)

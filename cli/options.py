@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -13,6 +14,9 @@ from redis import Redis, RedisError
 
 from queue_service.connection import connect, unavailable
 from queue_service.settings import RedisSettings
+
+# json.dumps escapes only the control characters of ASCII, and DEL is none to it.
+_OBEYED = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -58,5 +62,6 @@ def say(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a result as JSON."""
-    click.echo(json.dumps(value, ensure_ascii=False))
+    """Print a result as JSON, with nothing in it that a terminal would obey."""
+    text = json.dumps(value, ensure_ascii=False)
+    click.echo(_OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text))

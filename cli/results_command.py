@@ -11,6 +11,7 @@ import click
 from cli.exits import EXIT_SOME_FAILED
 from cli.options import redis_option, say, server
 from cli.progress import Progress
+from cli.terminal import ending_with
 from queue_service.batches import Batches
 from queue_service.errors import ConfigurationError
 from queue_service.follow import follow
@@ -60,7 +61,7 @@ def command(
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}, or replace it with --overwrite") from error
         if is_following:
-            with Progress(is_shown=True) as progress:
+            with ending_with(), Progress(is_shown=True) as progress:
                 batch = follow(
                     connection,
                     batch_id,

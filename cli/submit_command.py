@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import secrets
+import sys
 
 import click
+from redis import Redis
 
+from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
 from cli.options import json_option, print_json, redis_option, say, server
+from cli.progress import Progress
+from cli.terminal import ending_with
 from queue_service import keys
 from queue_service.batch_file import BatchFile, open_batch
+from queue_service.batches import Batch, Batches
 from queue_service.connection import check_server
+from queue_service.follow import follow
 from queue_service.prefix_plan import CHARS_PER_TOKEN, PrefixPlan
-from queue_service.settings import RetentionSettings, SubmitSettings
-from queue_service.submission import SubmitOptions, preview, submit_file, wait_for_disk
+from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
+from queue_service.submission import (
+    Feeder,
+    SubmitOptions,
+    feeding,
+    preview,
+    submit_file,
+    wait_for_disk,
+)
 
 _MOST_SHOWN = 10
 
@@ -40,6 +54,7 @@ _MOST_SHOWN = 10
     help="Give up what has not ended by then.",
 )
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Kept with the batch.")
+@click.option("--wait", "is_waiting", is_flag=True, help="Show how it comes on until it has ended.")
 @json_option
 def command(
     file: str,
@@ -55,12 +70,14 @@ def command(
     dry_run: bool,
     expires_in: int | None,
     metadata: tuple[str, ...],
+    is_waiting: bool,
     as_json: bool,
 ) -> None:
     """Queue the lines of FILE (JSONL, .gz, .zst, or - for standard input).
 
     Submitting the same file again queues nothing twice. Prints the batch's id. With --dry-run it
-    needs no server, and shows bad lines and which lines begin alike.
+    needs no server, and shows bad lines and which lines begin alike. With --wait it ends with 1
+    when lines failed or were cancelled; Ctrl-C then ends the waiting, and not the batch.
     """
     submit = SubmitSettings.load(plan=plan)
     if dry_run:
@@ -83,10 +100,14 @@ def command(
         for finding in check_server(connection):
             if finding.fix:
                 say(f"server: {finding.what}; {finding.fix}")
+        if is_waiting:
+            feeder = Feeder(connection, opened, options)
+            _wait(connection, RedisSettings.load(url=redis_url), feeder, options, as_json=as_json)
+            return
         submission = submit_file(connection, opened, options, on_plan=_say_plan)
         is_on_disk = wait_for_disk(connection)
         batch = submission.batch
-        has_worker = bool(connection.scard(f"{keys.RQ}:workers:{options.queue}"))
+        has_worker = _has_worker(connection, options.queue)
     if as_json:
         print_json({**batch.to_object(), "is_new": submission.is_new})
         return
@@ -97,8 +118,80 @@ def command(
     if not is_on_disk:
         say("the server cannot say that the lines are on its disk; a crash of it may lose them")
     if not has_worker and not batch.status.is_final:
-        say(f"no worker serves {options.queue} now; start one: qsvc worker --model …")
+        say(_no_worker(options.queue))
     say(f"follow it: qsvc results {batch.id} -o results.jsonl --follow")
+
+
+def _wait(
+    connection: Redis,
+    redis: RedisSettings,
+    feeder: Feeder,
+    options: SubmitOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """Feed the batch and wait for its end; the exit code says whether all of it was answered."""
+    if not as_json:
+        click.echo(feeder.batch_id)
+    if not _has_worker(connection, options.queue):
+        say(_no_worker(options.queue))
+    failures: list[Exception] = []
+    with ending_with(), Progress(is_shown=not as_json) as progress:
+        try:
+            with feeding(
+                feeder,
+                redis,
+                on_plan=lambda plan: progress.note(plan.summary()) if plan.num_groups else None,
+                on_failure=failures.append,
+                should_stop=lambda: False,
+            ):
+                batch = follow(
+                    connection,
+                    feeder.batch_id,
+                    None,
+                    on_update=progress.update,
+                    should_stop=lambda: bool(failures),
+                    on_outage=lambda error: progress.note(f"waiting for the server ({error})"),
+                )
+            is_interrupted = False
+        except KeyboardInterrupt:
+            batch, is_interrupted = Batches(connection).get(feeder.batch_id), True
+    if failures:
+        raise failures[0]
+    if as_json:
+        print_json({**batch.to_object(), "is_new": feeder.is_new})
+    elif is_interrupted:
+        say(_goes_on(batch))
+    else:
+        say(_ended(batch))
+    if is_interrupted:
+        sys.exit(EXIT_INTERRUPTED)
+    if batch.failed or batch.cancelled:
+        sys.exit(EXIT_SOME_FAILED)
+
+
+def _ended(batch: Batch) -> str:
+    cancelled = f", {batch.cancelled} cancelled or expired" if batch.cancelled else ""
+    return (
+        f"{batch.total} lines: {batch.completed} completed, {batch.failed} failed{cancelled}\n"
+        f"tokens: {batch.prompt_tokens} in ({batch.cached_tokens} cached), "
+        f"{batch.completion_tokens} out\n"
+        f"write them to a file: qsvc results {batch.id} -o results.jsonl"
+    )
+
+
+def _goes_on(batch: Batch) -> str:
+    if not batch.is_submitted:
+        return "not all lines are queued: run the same command to go on"
+    return f"the batch goes on; follow it: qsvc results {batch.id} -o results.jsonl --follow"
+
+
+def _has_worker(connection: Redis, queue: str) -> bool:
+    return bool(connection.scard(f"{keys.RQ}:workers:{queue}"))
+
+
+def _no_worker(queue: str) -> str:
+    return f"no worker serves {queue} now; start one: qsvc worker --model …"
 
 
 def _say_plan(plan: PrefixPlan) -> None:

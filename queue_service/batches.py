@@ -21,6 +21,8 @@ from queue_service.scripts import Scripts
 _T = TypeVar("_T")
 
 _PAGE_LINES = 500
+# Of a queue, looked at to count those of one batch: more than any set of workers holds.
+_MOST_RUNNING = 20_000
 _TIMESTAMPS = (
     "created_at",
     "in_progress_at",
@@ -94,6 +96,11 @@ class Batch:
     def ended(self) -> int:
         """Lines that have reached their end."""
         return self.completed + self.failed + self.cancelled
+
+    @property
+    def cached_share(self) -> float | None:
+        """The part of the prompt tokens that was not computed again; None before the first ones."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     def to_object(self) -> dict[str, Any]:
         """Return the batch as the OpenAI API shows one."""
@@ -190,30 +197,13 @@ class Batches:
                 f"no batch {batch_id!r} on this server; it may have expired, or never been "
                 "submitted here"
             )
-        fields = {name.decode(): value.decode() for name, value in raw.items()}
+        return read_batch_hash(batch_id, raw)
 
-        def number(name: str) -> int:
-            return int(fields.get(name) or 0)
-
-        return Batch(
-            id=batch_id,
-            status=Status(fields["status"]),
-            endpoint=fields["endpoint"],
-            queue=fields["queue"],
-            model=fields["model"],
-            total=number("total"),
-            completed=number("completed"),
-            failed=number("failed"),
-            cancelled=number("cancelled"),
-            is_submitted=fields.get("submitted") == "1",
-            prompt_tokens=number("prompt_tokens"),
-            completion_tokens=number("completion_tokens"),
-            cached_tokens=number("cached_tokens"),
-            timestamps={name: int(fields[name]) for name in _TIMESTAMPS if name in fields},
-            metadata=json.loads(fields.get("metadata") or "{}"),
-            retention_seconds=number("retention_seconds"),
-            forgotten=number("forgotten"),
-        )
+    def num_running(self, batch: Batch) -> int:
+        """Return how many lines of a batch workers hold now."""
+        members: Any = self._connection.zrange(keys.rq_started(batch.queue), 0, _MOST_RUNNING - 1)
+        prefix = keys.job_id_prefix(batch.id).encode()
+        return sum(member.startswith(prefix) for member in members)
 
     def newest(self, count: int) -> list[Batch]:
         """Return the newest batches, the newest first."""
@@ -353,6 +343,34 @@ class Batches:
             channel = f"{keys.RQ}:pubsub:{worker.decode()}"
             self._connection.publish(channel, json.dumps({"command": "qsvc-beat"}))
         return int(count)
+
+
+def read_batch_hash(batch_id: str, raw: Mapping[bytes, bytes]) -> Batch:
+    """Return a batch from its hash, which has fields."""
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+
+    def number(name: str) -> int:
+        return int(fields.get(name) or 0)
+
+    return Batch(
+        id=batch_id,
+        status=Status(fields["status"]),
+        endpoint=fields["endpoint"],
+        queue=fields["queue"],
+        model=fields["model"],
+        total=number("total"),
+        completed=number("completed"),
+        failed=number("failed"),
+        cancelled=number("cancelled"),
+        is_submitted=fields.get("submitted") == "1",
+        prompt_tokens=number("prompt_tokens"),
+        completion_tokens=number("completion_tokens"),
+        cached_tokens=number("cached_tokens"),
+        timestamps={name: int(fields[name]) for name in _TIMESTAMPS if name in fields},
+        metadata=json.loads(fields.get("metadata") or "{}"),
+        retention_seconds=number("retention_seconds"),
+        forgotten=number("forgotten"),
+    )
 
 
 def _batched(items: Iterator[_T], size: int) -> Iterator[list[_T]]:

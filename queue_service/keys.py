@@ -198,4 +198,9 @@ def batch_id(*, digest: str, queue: str, key: str) -> str:
 
 def job_id(batch: str, line: int) -> str:
     """Return the id of the job that runs a batch's line."""
-    return f"{batch}-{line}"
+    return f"{job_id_prefix(batch)}{line}"
+
+
+def job_id_prefix(batch: str) -> str:
+    """Return what the ids of all jobs of a batch begin with, and no others."""
+    return f"{batch}-"

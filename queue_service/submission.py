@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +19,13 @@ from rq.utils import now, utcformat
 from queue_service import keys
 from queue_service.batch_file import BatchFile, BatchLine, digest_file, raw_lines, read_batch
 from queue_service.batches import Batch, Batches, Status
+from queue_service.connection import connect
 from queue_service.errors import BatchConflict, BatchFileError, LineError
 from queue_service.payload import encode_call, json_bytes
 from queue_service.prefix_plan import Mark, PrefixPlan, plan_prefixes
 from queue_service.requests import Endpoint
 from queue_service.scripts import Arg, Scripts
-from queue_service.settings import RetentionSettings, SubmitSettings
+from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
 
 _DISK_TIMEOUT_MS = 4000
 _ROOM_POLL_SECONDS = 0.2
@@ -282,6 +285,45 @@ class Feeder:
             if batch.status is not Status.IN_PROGRESS:
                 return
             waiting = batch.total - batch.ended
+
+
+@contextlib.contextmanager
+def feeding(
+    feeder: Feeder,
+    redis: RedisSettings,
+    *,
+    on_plan: Callable[[PrefixPlan], None],
+    on_failure: Callable[[Exception], None],
+    should_stop: Callable[[], bool],
+) -> Iterator[None]:
+    """Feed a batch on a thread of its own: a large file takes as long as its answers.
+
+    The end of the block ends it, whatever is left of the file.
+
+    Args:
+        on_plan, should_stop: as for `Feeder.feed`; called on that thread.
+        on_failure: told, on that thread, what ended it before its time.
+    """
+    has_ended = threading.Event()
+
+    def feed() -> None:
+        try:
+            with contextlib.closing(connect(redis)) as connection:
+                feeder.feed(
+                    connection,
+                    on_plan=on_plan,
+                    should_stop=lambda: has_ended.is_set() or should_stop(),
+                )
+        except Exception as error:  # the top of the thread: its owner decides
+            on_failure(error)
+
+    thread = threading.Thread(target=feed, name="feeder")
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def wait_for_disk(connection: Redis) -> bool:

@@ -28,7 +28,7 @@ from queue_service.batches import Batch, Batches, LineRef
 from queue_service.broker import Broker
 from queue_service.connection import connect
 from queue_service.errors import BatchNotFound, ConfigurationError, ServerUnavailable
-from queue_service.follow import follow
+from queue_service.follow import Standing, follow
 from queue_service.local_server import LocalServer, state_lock
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
 from queue_service.prefix_plan import PrefixPlan
@@ -39,7 +39,7 @@ from queue_service.settings import (
     SubmitSettings,
     WorkerSettings,
 )
-from queue_service.submission import Feeder, SubmitOptions, batch_id_of
+from queue_service.submission import Feeder, SubmitOptions, batch_id_of, feeding
 from workers.child_settings import ChildSettings
 from workers.logs import FORMAT, TIME_FORMAT
 from workers.supervisor import CHILD, Supervisor, device_slot_lock
@@ -136,7 +136,7 @@ class LocalRun:
     """One run of `qsvc run`.
 
     Args:
-        on_update: told the batch and the lines written, several times a second.
+        on_update: told how the batch stands, several times a second.
         on_note: told what a person should know, once each.
         child: the worker child's program.
     """
@@ -149,7 +149,7 @@ class LocalRun:
         submit: SubmitSettings,
         retention: RetentionSettings,
         cache_folder: Path,
-        on_update: Callable[[Batch, int], None],
+        on_update: Callable[[Standing], None],
         on_note: Callable[[str], None],
         child: tuple[str, ...] = CHILD,
     ) -> None:
@@ -363,29 +363,15 @@ class LocalRun:
                     supervisor.stop()
                 thread.join()
 
-    @contextlib.contextmanager
-    def _feeding(self, redis: RedisSettings, feeder: Feeder) -> Iterator[None]:
-        """Feed the batch on a thread of its own: a large file takes as long as its answers."""
-        has_ended = threading.Event()
+    def _feeding(
+        self, redis: RedisSettings, feeder: Feeder
+    ) -> contextlib.AbstractContextManager[None]:
+        def fail(error: Exception) -> None:
+            self._failure = error
 
-        def feed() -> None:
-            try:
-                with contextlib.closing(connect(redis)) as connection:
-                    feeder.feed(
-                        connection,
-                        on_plan=self._note_plan,
-                        should_stop=lambda: has_ended.is_set() or self._must_stop(),
-                    )
-            except Exception as error:  # the top of the thread: the run ends with it
-                self._failure = error
-
-        thread = threading.Thread(target=feed, name="feeder")
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
+        return feeding(
+            feeder, redis, on_plan=self._note_plan, on_failure=fail, should_stop=self._must_stop
+        )
 
     def _note_plan(self, plan: PrefixPlan) -> None:
         if plan.num_groups:

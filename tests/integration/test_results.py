@@ -17,10 +17,10 @@ from rq.results import Result
 
 from queue_service import keys
 from queue_service.batch_file import open_batch
-from queue_service.batches import Batch, Batches, Status
+from queue_service.batches import Batches, Status
 from queue_service.connection import connect
 from queue_service.errors import BatchNotFound, JobNotFound
-from queue_service.follow import follow
+from queue_service.follow import Standing, follow
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
 from queue_service.results import BatchReader, read_job
 from queue_service.settings import RedisSettings
@@ -277,7 +277,7 @@ def test_following_writes_every_line_and_ends_with_the_batch(
 ) -> None:
     path = tmp_path / "out.jsonl"
     batch_id = submit(redis, tmp_path, chat_lines(500))
-    seen: list[tuple[Batch, int]] = []
+    seen: list[Standing] = []
 
     def work() -> None:
         with connect(RedisSettings.load(url=redis_url)) as connection:
@@ -292,13 +292,13 @@ def test_following_writes_every_line_and_ends_with_the_batch(
             redis,
             batch_id,
             output,
-            on_update=lambda *update: seen.append(update),
+            on_update=seen.append,
             should_stop=lambda: False,
         )
     thread.join()
     assert batch.status is Status.COMPLETED
     assert custom_ids_of(read_output(path)) == [f"c{i}" for i in range(1, 501)]
-    written = [num_written for _, num_written in seen]
+    written = [standing.num_written or 0 for standing in seen]
     assert written == sorted(written)
     assert written[-1] == 500
 
@@ -333,7 +333,7 @@ def test_following_a_batch_that_vanishes_is_an_error(
                     connection,
                     batch_id,
                     output,
-                    on_update=lambda _, num_written: rounds.append(num_written),
+                    on_update=lambda now: rounds.append(now.num_written or 0),
                     should_stop=lambda: False,
                 )
             except BatchNotFound as error:
@@ -364,7 +364,7 @@ def test_a_follower_beside_a_blocked_head_does_not_spin(
                 connection,
                 batch_id,
                 output,
-                on_update=lambda _, num_written: rounds.append(num_written),
+                on_update=lambda now: rounds.append(now.num_written or 0),
                 should_stop=lambda: False,
             )
 

@@ -106,7 +106,7 @@ def run(
         submit=SubmitSettings.load(),
         retention=RetentionSettings.load(),
         cache_folder=cache_folder(),
-        on_update=lambda batch, num_written: on_update(local, batch, num_written),
+        on_update=lambda now: on_update(local, now.batch, now.num_written or 0),
         on_note=(notes if notes is not None else []).append,
         child=child or fake_child(),
     )

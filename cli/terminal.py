@@ -1,0 +1,152 @@
+"""What every command knows of terminals: what may be written to one, what fits, how it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Final
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+# What may stand for a character that takes no place or moves those around it: of the format
+# characters only those that join what an emoji or a script's letters consist of are shown.
+_JOINERS: Final = "\u200c\u200d"
+_UNSAFE_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_SEPARATOR: Final = "  "
+UNKNOWN: Final = "-"
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Return a text that a terminal shows and does not obey, on one line.
+
+    Control characters, those that turn the direction of writing and halves of surrogate pairs are
+    written as ``\x1b``, ``\u202e`` and the like.
+
+    Args:
+        keep: of them, those that stay, such as the line feed.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character if character in keep or not _is_unsafe(character) else _escaped(character)
+        for character in text
+    )
+
+
+def _is_unsafe(character: str) -> bool:
+    return character not in _JOINERS and unicodedata.category(character) in _UNSAFE_CATEGORIES
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def is_live(console: Console) -> bool:
+    """Whether a picture on this console can be drawn over: a terminal that moves its cursor.
+
+    Variables that only ask for colours, as in a build's log, do not make it one.
+    """
+    return console.is_interactive and not console.is_dumb_terminal and console.file.isatty()
+
+
+def fitting(parts: Iterable[Text], width: int) -> Text:
+    """Return the first of these parts that fit, side by side; the very first one is cut to fit."""
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for part in parts:
+        if not part.plain:
+            continue
+        if not line.plain:
+            line.append_text(part)
+            line.truncate(max(1, width), overflow="ellipsis")
+        elif line.cell_len + len(_SEPARATOR) + part.cell_len <= width:
+            line.append(_SEPARATOR).append_text(part)
+        else:
+            break
+    return line
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a printable text in so many columns; what is too long loses its middle.
+
+    The ends tell ids and names apart.
+    """
+    text = printable(text)
+    if cell_len(text) <= width:
+        return text
+    if width <= 1:
+        return "…"[: max(0, width)]
+    head: list[str] = []
+    tail: list[str] = []
+    left = width - 1
+    for end, characters in _alternating(text):
+        size = cell_len(characters)
+        if size > left:
+            break
+        left -= size
+        (head if end == 0 else tail).append(characters)
+    return "".join(head) + "…" + "".join(reversed(tail))
+
+
+def _alternating(text: str) -> Iterator[tuple[int, str]]:
+    """Yield characters from the text's two ends in turn: 0 and the next from its start, 1 …"""
+    start, end = 0, len(text)
+    while start < end:
+        yield 0, text[start]
+        start += 1
+        if start < end:
+            end -= 1
+            yield 1, text[end]
+
+
+def clock_time(seconds: float) -> str:
+    """Return a length of time as ``0:09``, ``12:05`` or ``3:20:11``; days as ``2d 3:20``."""
+    minutes, whole_seconds = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
+
+
+def rate(value: float | None) -> str:
+    """Return a number a second, with a digit behind the point where it is small."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
+
+
+def share(value: float | None) -> str:
+    """Return a part of one in per cent. Only what is all of it is 100%."""
+    if value is None:
+        return UNKNOWN
+    return f"{min(99, round(100 * value)) if value < 1 else 100}%"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Return a size as ``950 MB`` or ``1.4 GB``."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+@contextlib.contextmanager
+def ending_with(
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP),
+) -> Iterator[None]:
+    """End the block with `SystemExit` when one of these comes, so that the terminal is left tidy.
+
+    The exit code is the one that a shell gives to a process that died of the signal.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {wanted: signal.signal(wanted, leave) for wanted in signals}
+    try:
+        yield
+    finally:
+        for wanted, handler in before.items():
+            signal.signal(wanted, handler)

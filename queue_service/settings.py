@@ -324,6 +324,12 @@ class CheckpointSettings(Section):
         description="What all of them may take on disk, such as 20GB; unset: a tenth of the"
         " volume, at most 50GB. A tenth of the volume stays free in any case.",
     )
+    at_rest: Literal["exact", "8bit"] = Field(
+        "exact",
+        description="How keys and values are written: exact, bit for bit, or with 8 bits a number,"
+        " which takes about a quarter of the room (half for 16-bit models), and makes answers after"
+        " a hit differ in rare cases from those after a miss.",
+    )
     write_rate: ByteSize = Field(
         ByteSize(150_000_000),
         gt=0,

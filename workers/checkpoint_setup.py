@@ -17,8 +17,10 @@ from queue_service.settings import CheckpointSettings
 from workers.checkpoint_tier import CheckpointTier
 from workers.checkpoints.announcements import Announcements
 from workers.checkpoints.directory import DirectoryStore, default_budget
+from workers.checkpoints.eight_bit import AT_REST, EightBitStore
 from workers.checkpoints.identity import describe, files_digest, read_config, weight_files
 from workers.checkpoints.records import Identity
+from workers.checkpoints.store import CheckpointStore
 from workers.checkpoints.write_behind import WriteBehind
 from workers.memory import host_bytes
 from workers.model_info import ModelInfo
@@ -72,9 +74,12 @@ def open_checkpoints(
     if not settings.enabled:
         return None
     try:
-        identity = _identity(settings.folder, path, info, runner)
+        is_exact = settings.at_rest == "exact"
+        identity = _identity(settings.folder, path, info, runner, is_exact=is_exact)
         budget = settings.budget or default_budget(settings.folder)
-        store = DirectoryStore(settings.folder, identity, int(budget))
+        store: CheckpointStore = DirectoryStore(settings.folder, identity, int(budget))
+        if not is_exact:
+            store = EightBitStore(store)
     except (ConfigurationError, OSError) as error:
         logger.warning("no checkpoints are kept: %s", error)
         return None
@@ -98,7 +103,9 @@ def open_checkpoints(
     return Checkpoints(tier, history)
 
 
-def _identity(folder: Path, path: Path, info: ModelInfo, runner: Runner) -> Identity:
+def _identity(
+    folder: Path, path: Path, info: ModelInfo, runner: Runner, *, is_exact: bool
+) -> Identity:
     return describe(
         weights=files_digest(weight_files(path), folder / _MEMO_FOLDER),
         dtype=info.dtype,
@@ -106,6 +113,7 @@ def _identity(folder: Path, path: Path, info: ModelInfo, runner: Runner) -> Iden
         caches=runner.describe_layers(),
         versions={name: version(name) for name in ("mlx", "mlx-lm")},
         device=_architecture(info.device),
+        at_rest=None if is_exact else AT_REST,
     )
 
 

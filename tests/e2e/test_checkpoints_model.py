@@ -97,3 +97,20 @@ def test_a_file_is_planned_so_that_the_second_of_a_group_finds_what_the_first_co
     assert all(tokens > 128 for tokens in cached["--plan"][2:]), cached
     # Without a plan nobody knows that what comes for the first time will come again.
     assert all(tokens < 128 for tokens in cached["--no-plan"]), cached
+
+
+def test_eight_bits_at_rest_take_a_quarter_of_the_room_and_still_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line(str(i), question) for i, question in enumerate(QUESTIONS)]
+    sizes = {}
+    for form in ("exact", "8bit"):
+        folder = tmp_path / form
+        monkeypatch.setenv("QSVC_CHECKPOINTS_FOLDER", str(folder))
+        monkeypatch.setenv("QSVC_CHECKPOINTS_AT_REST", form)
+        cold = run(tmp_path, f"{form}-cold", lines)
+        warm = run(tmp_path, f"{form}-warm", lines)
+        sizes[form] = sum(file.stat().st_size for file in folder.rglob("*.qkv"))
+        assert all(cached_tokens(answer) > 256 for answer in warm)
+        assert all(content_of(answer).strip() for answer in cold + warm)
+    assert sizes["8bit"] < 0.35 * sizes["exact"]

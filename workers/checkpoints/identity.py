@@ -61,6 +61,7 @@ def describe(
     device: str,
     adapter: Adapter | None = None,
     salt: str | None = None,
+    at_rest: Mapping[str, Any] | None = None,
 ) -> Identity:
     """Return what keys and values depend on besides the tokens.
 
@@ -74,9 +75,12 @@ def describe(
         versions: of the libraries that compute them.
         device: the architecture of what computes them.
         salt: keeps apart what must not be shared, such as the prompts of two tenants.
+        at_rest: how numbers are written; None bit for bit.
     """
+    exact = {} if at_rest is None else {"at_rest": dict(at_rest)}
     return Identity(
-        {
+        exact
+        | {
             "weights": weights,
             "dtype": dtype,
             "config": dict(config),

@@ -33,8 +33,6 @@ _LOW_SHARE = 0.1
 _FULL_BYTES = 500_000_000
 # RQ's own workers beat about every six minutes, and are listed for eight.
 _STOCK_LEASE_SECONDS = 480
-_QUEUE_KEY = keys.rq_queue("")
-_LANE = ":batch_"
 _PACKAGE = "qsvc"
 
 
@@ -392,8 +390,7 @@ def _read_loads(connection: Redis, now: float) -> dict[str, QueueLoad]:
     listed: Any = connection.smembers(f"{keys.RQ}:queues")
     waiting: dict[str, int] = {}
     for key in map(_text, listed):
-        # A lane is a queue of its own; workers serve the queue that it belongs to.
-        queue = key.removeprefix(_QUEUE_KEY).rpartition(_LANE)[0] or key.removeprefix(_QUEUE_KEY)
+        queue = keys.queue_of_list(key)
         length: Any = connection.llen(key)
         waiting[queue] = waiting.get(queue, 0) + length
     return {

@@ -11,6 +11,8 @@ PREFIX = "qsvc"
 # Version of the job hash and its payload. A worker leaves jobs of a newer one where they are.
 FORMAT_VERSION = 1
 DEFAULT_QUEUE = "qsvc:default"
+# What the last part of a lane's name begins with.
+_LANE = ":batch_"
 
 
 # Queues -------------------------------------------------------------------------------------
@@ -38,6 +40,15 @@ def queue_priority(queue: str) -> int:
     return {"high": QUEUE_PRIORITY, "low": -QUEUE_PRIORITY}.get(queue.rpartition(":")[2], 0)
 
 
+def alias_of(queue: str) -> str | None:
+    """Return the alias whose queue this is, of whatever priority; None where it is not ours."""
+    prefix, _, rest = queue.partition(":")
+    if prefix != PREFIX or not rest:
+        return None
+    alias, _, last = rest.rpartition(":")
+    return alias if alias and last in ("high", "low") else rest
+
+
 def alias_for(model: str) -> str:
     """Return the default alias of a model: a slug of its base name, safe inside a queue name."""
     base = model.rstrip("/").rsplit("/", 1)[-1].lower()
@@ -51,6 +62,12 @@ def alias_for(model: str) -> str:
 def rq_queue(queue: str) -> str:
     """List of job ids waiting in a queue."""
     return f"{RQ}:queue:{queue}"
+
+
+def queue_of_list(key: str) -> str:
+    """Return the queue whose jobs wait in a list: for a lane the one that it belongs to."""
+    name = key.removeprefix(rq_queue(""))
+    return name.rpartition(_LANE)[0] or name
 
 
 def rq_started(queue: str) -> str:

@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = {
     "worker": "cli.worker_command",
     "submit": "cli.submit_command",
     "status": "cli.status_command",
+    "top": "cli.top_command",
     "results": "cli.results_command",
     "tail": "cli.tail_command",
     "cancel": "cli.cancel_command",

@@ -17,6 +17,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from rq.version import VERSION as RQ_VERSION
 
+from queue_service.backlog import Backlog
 from queue_service.broker import Broker
 from queue_service.connection import Level, check_server, connect
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
@@ -174,7 +175,10 @@ def _serve_metrics(
     if port is None:
         return None
     info = {"name": settings.name, "alias": settings.alias, **card}
-    metrics = Metrics(lambda: {**generator.figures(), **totals.figures()}, info)
+    backlog = Backlog(settings.redis.url, settings.queues)
+    metrics = Metrics(
+        lambda: {**generator.figures(), **totals.figures()}, info, backlog.num_waiting
+    )
     metrics.serve(settings.worker.metrics_host, port)
     return metrics
 

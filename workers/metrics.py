@@ -121,11 +121,19 @@ class Metrics:
     Args:
         figures: returns the numbers of the worker's card; called when somebody reads.
         info: what the worker is: model, device, name.
+        waiting: returns how many jobs wait in the worker's queues, None while nobody can tell;
+            called when somebody reads.
     """
 
-    def __init__(self, figures: Callable[[], Mapping[str, str]], info: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        figures: Callable[[], Mapping[str, str]],
+        info: Mapping[str, str],
+        waiting: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Card(figures, info))
+        self.registry.register(_Waiting(waiting))
 
         def histogram(name: str, help: str, buckets: Iterable[float]) -> Histogram:
             return Histogram(name, help, buckets=tuple(buckets), registry=self.registry)
@@ -214,6 +222,18 @@ class _Card:
             values = [value for _, value in figure.labels]
             family.add_metric(values, float(figures.get(figure.card, 0)))
         yield from families.values()
+
+
+class _Waiting:
+    """Asks how many jobs wait when Prometheus reads. Workers of one queue tell the same number."""
+
+    def __init__(self, waiting: Callable[[], int | None]) -> None:
+        self._waiting = waiting
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metric; without a value while nobody can tell."""
+        help = "Jobs that wait in this worker's queues, lines of batches included"
+        yield GaugeMetricFamily("qsvc_waiting_jobs", help, value=self._waiting())
 
 
 def queue_wait_seconds(claimed: Claimed) -> float | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import re
 import socket
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -14,9 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 from rq.job import Job
 
+from queue_service import keys
+from queue_service.backlog import Backlog
+from queue_service.batch_file import BatchFile
 from queue_service.broker import Ending
+from queue_service.connection import connect
 from queue_service.errors import ConfigurationError
+from queue_service.local_server import LocalServer
 from queue_service.results import read_job
+from queue_service.settings import RedisSettings
+from queue_service.submission import SubmitOptions, submit_file
+from tests.cli_helpers import chat_lines
 from tests.fakes import CONTEXT
 from tests.harness import (
     SLOW_STEP_SECONDS,
@@ -145,3 +155,29 @@ def test_names_keep_to_the_conventions_and_every_total_is_one() -> None:
 def test_how_long_a_job_waited(text: str, seconds: float | None) -> None:
     claimed = replace(make_claimed(enqueued_at=text), started_at=5.0)
     assert queue_wait_seconds(claimed) == seconds
+
+
+def test_what_waits_shows_with_the_lines_of_batches_and_not_while_the_server_is_away(
+    make_server: Callable[..., LocalServer], port: int, kill_server: Callable[[LocalServer], None]
+) -> None:
+    server = make_server()
+    url = server.start()
+    backlog = Backlog(url, [keys.DEFAULT_QUEUE, keys.queue_name("none")])
+    Metrics(dict, {}, backlog.num_waiting).serve("127.0.0.1", port)
+    with connect(RedisSettings.load(url=url)) as connection:
+        assert scrape(port)["qsvc_waiting_jobs"] == 0
+        enqueue_chat(connection, "plain")
+        enqueue_chat(connection, "elsewhere", queue="qsvc:other")
+        submit(connection, 3)
+        assert scrape(port)["qsvc_waiting_jobs"] == 4
+        kill_server(server)
+        seen = scrape(port)
+    assert "qsvc_waiting_jobs" not in seen
+    assert "qsvc_rows" in seen
+    backlog.close()
+
+
+def submit(connection: Redis, num_lines: int) -> None:
+    text = "\n".join(json.dumps(line) for line in chat_lines(num_lines))
+    options = SubmitOptions(queue=keys.DEFAULT_QUEUE, model="m")
+    submit_file(connection, BatchFile(io.BytesIO(text.encode()), "lines"), options)

@@ -9,7 +9,8 @@ import time
 import uuid
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
@@ -19,7 +20,7 @@ from rq.utils import now, utcformat
 
 from queue_service import keys
 from queue_service.payload import json_bytes
-from queue_service.scripts import Arg, Scripts
+from queue_service.scripts import Arg, Scripts, failure_in
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +174,43 @@ class Publication:
     is_new: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Jobs to claim.
+
+    Attributes:
+        count: the most.
+        crash_retries: workers that a job may lose in company.
+        queues: some of the worker's, in their order; None for all.
+    """
+
+    count: int
+    crash_retries: int
+    queues: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """What came of ending executions and claiming jobs.
+
+    Attributes:
+        replies: what became of each end. ``ok`` is accepted; ``aftercare`` too, and dependents or
+            callbacks are to be seen to; ``retry`` is accepted, and the job will run again. ``lost``
+            (the lease was gone) and a status such as ``canceled`` or ``deleted`` mean that the
+            outcome was refused and left no trace. ``server error: …`` is a key whose type somebody
+            changed.
+        claimed: new executions, ours.
+        looked: ids that were looked at to find them.
+        failure: why the server cannot take the ends, or the claim. Without replies it is not known
+            which ends took effect: they are to be sent again.
+    """
+
+    replies: list[str]
+    claimed: list[Claimed] = field(default_factory=list)
+    looked: int = 0
+    failure: Exception | None = None
+
+
 class Broker:
     """Runs the scripts for one worker that serves some queues in a fixed order."""
 
@@ -196,37 +234,47 @@ class Broker:
         Args:
             queues: some of the worker's, in their order; None for all.
         """
-        names = self._queues if queues is None else queues
-        moment = now()
-        args: list[Arg] = [
-            self._worker,
-            utcformat(moment),
-            self._lease_seconds,
-            count,
-            crash_retries,
-            keys.FORMAT_VERSION,
+        trade = self.trade((), Wanted(count, crash_retries, queues))
+        if trade.failure is not None:
+            raise trade.failure
+        return trade.claimed, trade.looked
+
+    def finish(self, outcomes: Sequence[tuple[Claimed, Outcome]]) -> list[str]:
+        """End executions in one round trip; return what became of each, as ``trade`` does."""
+        trade = self.trade(outcomes)
+        if trade.failure is not None:
+            raise trade.failure
+        return trade.replies
+
+    def trade(
+        self, outcomes: Sequence[tuple[Claimed, Outcome]], wanted: Wanted | None = None
+    ) -> Trade:
+        """End executions, then claim jobs, in one round trip.
+
+        What was claimed is ours also where writing failed: the failure is in the reply.
+        """
+        by_queue: dict[str, list[int]] = {}
+        for i, (claimed, _) in enumerate(outcomes):
+            by_queue.setdefault(claimed.queue, []).append(i)
+        calls = [
+            ("finish", *self._finish_call(queue, [outcomes[i] for i in indexes]))
+            for queue, indexes in by_queue.items()
         ]
+        if wanted is None:
+            return self._ended(list(by_queue.values()), self._scripts.send(calls))
+        names = self._queues if wanted.queues is None else wanted.queues
         # One random number a call, counted up: drawing one a job costs a system call each.
         unique = uuid.uuid4().hex[:26]
-        execution_ids = [f"{unique}{i:06x}" for i in range(count)]
-        args += execution_ids
-        rows, looked = self._scripts.call(
-            "claim",
-            [
-                self._worker_key,
-                self._executions_key,
-                f"{keys.RQ}:suspended",
-                f"{keys.RQ}:queues",
-                *(
-                    key
-                    for q in names
-                    for key in (keys.rq_queue(q), keys.rq_started(q), keys.lanes(q))
-                ),
-            ],
-            args,
-        )
+        execution_ids = [f"{unique}{i:06x}" for i in range(wanted.count)]
+        moment = now()
+        calls.append(("claim", *self._claim_call(wanted, names, moment, execution_ids)))
+        *replies, reply = self._scripts.send(calls)
+        trade = self._ended(list(by_queue.values()), replies)
+        if isinstance(reply, Exception):
+            return replace(trade, failure=trade.failure or failure_in(reply) or reply)
+        rows, looked = reply
         claimed_at = time.monotonic()
-        claimed = [
+        taken = [
             Claimed(
                 job_id=job_id.decode(),
                 execution_id=execution_id,
@@ -238,34 +286,47 @@ class Broker:
             # Fewer jobs than ids when the queues hold no more.
             for execution_id, (job_id, index, flat) in zip(execution_ids, rows, strict=False)
         ]
-        return claimed, looked
+        return replace(trade, claimed=taken, looked=looked)
 
-    def finish(self, outcomes: Sequence[tuple[Claimed, Outcome]]) -> list[str]:
-        """End executions in one round trip; return what became of each.
-
-        ``ok`` is accepted; ``aftercare`` too, and dependents or callbacks are to be seen to;
-        ``retry`` is accepted, and the job will run again. ``lost`` (the lease was gone) and a
-        status such as ``canceled`` or ``deleted`` mean that the outcome was refused and left no
-        trace. ``server error: …`` is a key whose type somebody changed.
-        """
-        by_queue: dict[str, list[int]] = {}
-        for i, (claimed, _) in enumerate(outcomes):
-            by_queue.setdefault(claimed.queue, []).append(i)
-        calls = [
-            self._finish_call(queue, [outcomes[i] for i in indexes])
-            for queue, indexes in by_queue.items()
+    def _claim_call(
+        self, wanted: Wanted, queues: Sequence[str], moment: datetime, execution_ids: Sequence[str]
+    ) -> tuple[list[str], list[Arg]]:
+        script_keys = [
+            self._worker_key,
+            self._executions_key,
+            f"{keys.RQ}:suspended",
+            f"{keys.RQ}:queues",
+            *(
+                key
+                for queue in queues
+                for key in (keys.rq_queue(queue), keys.rq_started(queue), keys.lanes(queue))
+            ),
         ]
-        replies = [""] * len(outcomes)
-        for indexes, reply in zip(
-            by_queue.values(), self._scripts.try_many("finish", calls), strict=True
-        ):
+        args: list[Arg] = [
+            self._worker,
+            utcformat(moment),
+            self._lease_seconds,
+            wanted.count,
+            wanted.crash_retries,
+            keys.FORMAT_VERSION,
+            *execution_ids,
+        ]
+        return script_keys, args
+
+    @staticmethod
+    def _ended(groups: Sequence[Sequence[int]], replies: Sequence[Any]) -> Trade:
+        """Return what became of executions that were ended in groups."""
+        became = [""] * sum(map(len, groups))
+        for indexes, reply in zip(groups, replies, strict=True):
+            if (failure := failure_in(reply)) is not None:
+                return Trade([], failure=failure)
             words = reply
             if isinstance(reply, ResponseError):
                 # Somebody changed the type of a key of the queue or of the worker.
                 words = [f"server error: {reply}".encode()] * len(indexes)
             for i, word in zip(indexes, words, strict=True):
-                replies[i] = word.decode()
-        return replies
+                became[i] = word.decode()
+        return Trade(became)
 
     def _finish_call(
         self, queue: str, outcomes: Sequence[tuple[Claimed, Outcome]]

@@ -79,27 +79,31 @@ class Scripts:
             redis.exceptions.RedisError: the server cannot take any call now (it is away, full,
                 or cannot write to its disk); what ran before may have taken effect.
         """
-        calls = list(calls)
-        replies = self._send(name, calls)
-        missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        if missing:
-            self._load(name)
-            for i, reply in zip(
-                missing, self._send(name, [calls[i] for i in missing]), strict=True
-            ):
-                replies[i] = reply
-        for reply in replies:
-            if isinstance(reply, Exception) and type(reply) is not ResponseError:
-                raise reply
-            if isinstance(reply, ResponseError) and str(reply).startswith("MISCONF"):
-                raise ServerCannotWrite(str(reply)) from reply
+        replies = self.send([(name, keys, args) for keys, args in calls])
+        for failure in filter(None, map(failure_in, replies)):
+            raise failure
         return replies
 
-    def _send(self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]) -> list[Any]:
-        digest = self._digests.get(name) or self._load(name)
+    def send(self, calls: Sequence[tuple[str, Sequence[str], Sequence[Arg]]]) -> list[Any]:
+        """Run scripts in one round trip, in order; a call that fails has its error as its reply.
+
+        ``failure_in`` tells errors of the call from those of the server.
+        """
+        replies = self._send(calls)
+        missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if missing:
+            for name in {calls[i][0] for i in missing}:
+                self._load(name)
+            again = self._send([calls[i] for i in missing])
+            for i, reply in zip(missing, again, strict=True):
+                replies[i] = reply
+        return replies
+
+    def _send(self, calls: Sequence[tuple[str, Sequence[str], Sequence[Arg]]]) -> list[Any]:
+        digests = {name: self._digests.get(name) or self._load(name) for name, _, _ in calls}
         with self._connection.pipeline(transaction=False) as pipeline:
-            for script_keys, args in calls:
-                pipeline.evalsha(digest, len(script_keys), *script_keys, *args)
+            for name, script_keys, args in calls:
+                pipeline.evalsha(digests[name], len(script_keys), *script_keys, *args)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         return replies
 
@@ -109,6 +113,15 @@ class Scripts:
         self._connection.script_load(source)
         self._digests[name] = digest
         return digest
+
+
+def failure_in(reply: Any) -> Exception | None:
+    """Return why the server cannot take any call now, None where the reply does not say so."""
+    if isinstance(reply, Exception) and type(reply) is not ResponseError:
+        return reply
+    if isinstance(reply, ResponseError) and str(reply).startswith("MISCONF"):
+        return ServerCannotWrite(str(reply))
+    return None
 
 
 @functools.cache

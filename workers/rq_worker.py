@@ -32,7 +32,7 @@ from rq.utils import now
 from rq.worker import BaseWorker, WorkerStatus
 
 from queue_service import keys
-from queue_service.broker import Beat, Broker, Claimed, Ended, Outcome
+from queue_service.broker import Beat, Broker, Claimed, Ended, Outcome, Wanted
 from queue_service.errors import ConfigurationError
 from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
@@ -56,6 +56,7 @@ _BUSY_POLL_SECONDS = 0.02
 _FINISH_CHUNK = 128
 # Where jobs end fast, what ends meanwhile is written and replaced together.
 _GATHER_SECONDS = 0.01
+_MANY_RESULTS = 16
 _SCHEDULE_SECONDS = 1.0
 # How often a full worker looks for jobs that others make room for, and how many it takes then.
 _URGENT_SECONDS = 0.2
@@ -114,6 +115,11 @@ class ResultQueue:
         # for its lock.
         if not self.wake.is_set():
             self.wake.set()
+
+    @property
+    def has_many(self) -> bool:
+        """Whether so many wait that it does not pay to gather more."""
+        return self._results.qsize() >= _MANY_RESULTS
 
     def take_all(self) -> list[Result]:
         """Return what has been delivered."""
@@ -376,11 +382,11 @@ class BatchWorker(BaseWorker):
             return self._wind_down()
         # Asked before the claim: what an aftercare or a retry has queued by then is seen by it.
         is_busy = bool(self._load()) or self._aftercare.is_busy
-        # Before the commit: the new jobs are prepared while the server writes the old ones' ends.
-        looked = self._claim()
+        looked = self._trade(self._wanted())
         self._commit()
         if self._pace.is_fast:
-            time.sleep(_GATHER_SECONDS)
+            if not self._results.has_many:
+                time.sleep(_GATHER_SECONDS)
             return True
         if looked:
             return True
@@ -415,21 +421,40 @@ class BatchWorker(BaseWorker):
     def _load(self) -> int:
         return len(self._running) + len(self._unsaved)
 
-    def _claim(self) -> int:
+    def _wanted(self) -> Wanted | None:
+        """Return what there is room for, None for nothing."""
         if self._suspended or self._suspects or self._is_suspect_at_work():
-            return 0
+            return None
         room = self._settings.slots + self._pace.ahead - len(self._running)
         queues = None
         if room < self._pace.at_once:
             # Others make room for what comes in a queue above theirs.
             room, queues = room + _URGENT_JOBS, self._urgent
             if room <= 0 or not queues or not self._urgent_due.has_come():
-                return 0
-        claimed, looked = self._broker.claim(
-            room, crash_retries=self._settings.crash_retries, queues=queues
-        )
+                return None
+        return Wanted(room, self._settings.crash_retries, queues)
+
+    def _trade(self, wanted: Wanted | None = None) -> int:
+        """Write some of what has ended and claim, in one round trip; return how much was looked at.
+
+        One for both: a server that is busy with the one makes a worker wait once.
+        """
+        chunk = self._unsaved[:_FINISH_CHUNK]
+        if not chunk and wanted is None:
+            return 0
+        outcomes = [(claimed, self._outcomes.outcome(result)) for claimed, result in chunk]
+        trade = self._broker.trade(outcomes, wanted)
+        self._take(trade.claimed)
+        if trade.replies:
+            del self._unsaved[: len(chunk)]
+            self._settle([result for _, result in chunk], outcomes, trade.replies)
+        if trade.failure is not None:
+            raise trade.failure
+        return trade.looked
+
+    def _take(self, claimed: Sequence[Claimed]) -> None:
         if not claimed:
-            return looked
+            return
         moment = self._clock()
         for one in claimed:
             self._running[one.execution_id] = one
@@ -439,7 +464,6 @@ class BatchWorker(BaseWorker):
         suspects = [one for one in claimed if self._is_suspect(one)]
         self._suspects += suspects
         self._generator.submit([one for one in claimed if one not in suspects])
-        return looked
 
     def _is_suspect(self, claimed: Claimed) -> bool:
         """Whether it has lost as many workers as it may in company; one more is refused there."""
@@ -498,35 +522,37 @@ class BatchWorker(BaseWorker):
         self._pace.note(num_answered)
 
     def _commit(self) -> None:
+        """Write all that has ended."""
         while self._unsaved:
-            chunk = self._unsaved[:_FINISH_CHUNK]
-            outcomes = [(c, self._outcomes.outcome(result)) for c, result in chunk]
-            replies = self._broker.finish(outcomes)
-            del self._unsaved[:_FINISH_CHUNK]
-            for (claimed, result), (_, outcome), reply in zip(
-                chunk, outcomes, replies, strict=True
-            ):
-                if reply in ("ok", "aftercare"):
-                    self.num_done += 1
-                    self._totals.count(outcome)
-                    self._on_end(result, outcome)
-                    if outcome.error is not None:
-                        code = outcome.error["code"]
-                        logger.info("job failed job=%s code=%s", claimed.job_id, code)
-                    if reply == "aftercare":
-                        self._aftercare.see_to(
-                            Ended(
-                                claimed.queue, claimed.job_id, claimed.execution_id, outcome.ending
-                            )
-                        )
-                elif reply == "retry":
-                    self._totals.retried += 1
-                    logger.info("job will be tried again job=%s", claimed.job_id)
-                else:
-                    self._totals.refused += 1
-                    logger.warning("job result refused job=%s because=%s", claimed.job_id, reply)
-            if not self._load():
-                self._show_state()
+            self._trade()
+
+    def _settle(
+        self,
+        results: Sequence[Result],
+        outcomes: Sequence[tuple[Claimed, Outcome]],
+        replies: Sequence[str],
+    ) -> None:
+        """See to ends that the server has answered."""
+        for result, (claimed, outcome), reply in zip(results, outcomes, replies, strict=True):
+            if reply in ("ok", "aftercare"):
+                self.num_done += 1
+                self._totals.count(outcome)
+                self._on_end(result, outcome)
+                if outcome.error is not None:
+                    code = outcome.error["code"]
+                    logger.info("job failed job=%s code=%s", claimed.job_id, code)
+                if reply == "aftercare":
+                    self._aftercare.see_to(
+                        Ended(claimed.queue, claimed.job_id, claimed.execution_id, outcome.ending)
+                    )
+            elif reply == "retry":
+                self._totals.retried += 1
+                logger.info("job will be tried again job=%s", claimed.job_id)
+            else:
+                self._totals.refused += 1
+                logger.warning("job result refused job=%s because=%s", claimed.job_id, reply)
+        if not self._load():
+            self._show_state()
 
     def _heartbeat(self) -> None:
         held = [*self._running.values(), *(claimed for claimed, _ in self._unsaved)]

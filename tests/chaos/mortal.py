@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import workers.child
-from queue_service.broker import Beat, Broker, Claimed, Outcome, Publication
+from queue_service.broker import Beat, Broker, Claimed, Outcome, Publication, Trade, Wanted
 from tests.fakes import FakeEngine, FakeTokenizer, fake_info, fake_parts
 from workers.child import ServedModel, run_child
 from workers.child_settings import ChildSettings
@@ -74,24 +74,22 @@ class MortalBroker(Broker):
             return Beat(registered=True, suspended=False, lost={}, watched=frozenset())
         return super().beat(running, **options)
 
-    def claim(
-        self, count: int, *, crash_retries: int, queues: Sequence[str] | None = None
-    ) -> tuple[list[Claimed], int]:
-        claimed, looked = super().claim(count, crash_retries=crash_retries, queues=queues)
-        if claimed:
+    def trade(
+        self, outcomes: Sequence[tuple[Claimed, Outcome]], wanted: Wanted | None = None
+    ) -> Trade:
+        if outcomes:
+            self._fuse.reach(Point.BEFORE_FINISH)
+        trade = super().trade(outcomes, wanted)
+        if trade.replies:
+            self._fuse.reach(Point.AFTER_FINISH)
+        if trade.claimed:
             self._fuse.reach(Point.AFTER_CLAIM)
-        return claimed, looked
+        return trade
 
     def publish(self, publications: Sequence[Publication], *, keep_seconds: int) -> list[bool]:
         kept = super().publish(publications, keep_seconds=keep_seconds)
         self._fuse.reach(Point.MID_PUBLISH)
         return kept
-
-    def finish(self, outcomes: Sequence[tuple[Claimed, Outcome]]) -> list[str]:
-        self._fuse.reach(Point.BEFORE_FINISH)
-        replies = super().finish(outcomes)
-        self._fuse.reach(Point.AFTER_FINISH)
-        return replies
 
     def reap(self, *, everything: bool = False) -> list[str]:
         self._fuse.reach(Point.BEFORE_REAP)

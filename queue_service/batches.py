@@ -193,10 +193,7 @@ class Batches:
         """
         raw: Any = self._connection.hgetall(keys.batch(batch_id))
         if not raw:
-            raise BatchNotFound(
-                f"no batch {batch_id!r} on this server; it may have expired, or never been "
-                "submitted here"
-            )
+            raise batch_not_found(batch_id)
         return read_batch_hash(batch_id, raw)
 
     def num_running(self, batch: Batch) -> int:
@@ -343,6 +340,13 @@ class Batches:
             channel = f"{keys.RQ}:pubsub:{worker.decode()}"
             self._connection.publish(channel, json.dumps({"command": "qsvc-beat"}))
         return int(count)
+
+
+def batch_not_found(batch_id: str) -> BatchNotFound:
+    """Return what to tell a person who asked for a batch that the server does not know."""
+    return BatchNotFound(
+        f"no batch {batch_id!r} on this server; it may have expired, or never been submitted here"
+    )
 
 
 def read_batch_hash(batch_id: str, raw: Mapping[bytes, bytes]) -> Batch:

@@ -43,7 +43,7 @@ _WATCH_AGAIN_SECONDS = 10
 
 _Item = TypeVar("_Item")
 _Steps = Generator["Ask | _Item", Any, None]
-_Entries = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
+Entries = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,14 @@ class Reconnect:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Commands to send in one round trip; each may be sent twice."""
+    """Commands to send in one round trip; each may be sent twice.
+
+    Attributes:
+        pause_seconds: waited for before, so that one answer tells what several would.
+    """
 
     commands: Sequence[tuple[str | int, ...]]
+    pause_seconds: float = 0.0
 
 
 class Dialogue(Generic[_Item]):
@@ -131,7 +136,7 @@ def reading(
         if result.has_ended:
             # It ended without a stream, or its stream has expired: the result holds the text.
             yield from _ending(transcript, result)
-            yield _end_of(result)
+            yield end_of(result)
             return
         result = yield from _job(job_id)
 
@@ -146,7 +151,8 @@ def _ending(transcript: Transcript, result: JobResult | None) -> Iterator[Event]
         yield from transcript.settle(result.body)
 
 
-def _end_of(result: JobResult) -> End:
+def end_of(result: JobResult) -> End:
+    """Return how a job ended that has."""
     if result.body is not None:
         return End(EndReason.DONE)
     if result.status == "canceled":
@@ -190,11 +196,18 @@ def _xread(key: str, last_id: str, *options: str | int) -> tuple[str | int, ...]
     return ("XREAD", *options, "COUNT", _PAGE_ENTRIES, "STREAMS", key, last_id)
 
 
-def _entries(reply: Any) -> _Entries:
-    """Return the entries of one stream, in whichever of its shapes the client library has them."""
-    streams = list(reply.values()) if isinstance(reply, Mapping) else [part[1] for part in reply]
-    found = streams[0] if streams else []
-    return found[0] if found and isinstance(found[0], list) else found
+def _entries(reply: Any) -> Entries:
+    """Return the entries of the only stream that was read."""
+    return next(iter(streams_of(reply).values()), [])
+
+
+def streams_of(reply: Any) -> Mapping[str, Entries]:
+    """Return the entries of each stream, in whichever of its shapes the client library has them."""
+    streams = reply.items() if isinstance(reply, Mapping) else (reply or ())
+    return {
+        key.decode(): found[0] if found and isinstance(found[0], list) else found
+        for key, found in streams
+    }
 
 
 # The server ---------------------------------------------------------------------------------
@@ -249,6 +262,8 @@ class Server:
     def next_item(self, dialogue: Dialogue[_Item]) -> _Item | None:
         """Carry a dialogue on to its next item; None at its end."""
         while isinstance(step := dialogue.step(), Ask):
+            if step.pause_seconds:
+                time.sleep(step.pause_seconds)
             try:
                 with self._connection.pipeline(transaction=False) as pipeline:
                     replies = send_all(pipeline, step.commands).execute(raise_on_error=False)
@@ -272,6 +287,8 @@ class AsyncServer:
     async def next_item(self, dialogue: Dialogue[_Item]) -> _Item | None:
         """Carry a dialogue on to its next item; None at its end."""
         while isinstance(step := dialogue.step(), Ask):
+            if step.pause_seconds:
+                await asyncio.sleep(step.pause_seconds)
             try:
                 async with self._connection.pipeline(transaction=False) as pipeline:
                     replies = await send_all(pipeline, step.commands).execute(raise_on_error=False)

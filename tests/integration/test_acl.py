@@ -33,7 +33,7 @@ from queue_service.settings import RedisSettings
 from queue_service.streams import text_of
 from queue_service.submission import SubmitOptions, submit_file, wait_for_disk
 from queue_service.sweeper import Sweeper
-from tests.cli_helpers import HandWorker, chat_lines, read_output
+from tests.cli_helpers import HandWorker, chat_lines, read_output, run_qsvc, write_lines
 from tests.harness import (
     LONG_TEXT,
     SLOW_STEP_SECONDS,
@@ -192,6 +192,33 @@ DENIED_TO_PRODUCERS = [
 ]
 
 
+def test_the_commands_for_producers_run_as_one(
+    url_for: Callable[[str], str], redis: Redis, tmp_path: Path
+) -> None:
+    url = url_for("qsvc-producer")
+    lines = write_lines(tmp_path / "lines.jsonl", chat_lines(4))
+
+    def qsvc(*words: str | Path, code: int = 0) -> str:
+        done = run_qsvc(*words, env={"QSVC_REDIS_URL": url})
+        assert (done.returncode, "permission" in done.stderr) == (code, False), done.stderr
+        return done.stdout
+
+    batch_id = qsvc("submit", lines, "--model", "m", "--alias", "default").split()[-1]
+    first, second, third, _ = HandWorker(redis, QUEUE).claim()
+    hand = HandWorker(redis, QUEUE)
+    hand.answer(first)
+    hand.fail(second)
+    assert "prompt 1" in qsvc("tail", first.job_id)
+    qsvc("cancel", third.job_id)
+    qsvc("cancel", batch_id)
+    assert batch_id in qsvc("batches")
+    assert qsvc("status", batch_id, code=0)
+    qsvc("results", batch_id, "-o", tmp_path / "out.jsonl", code=1)
+    qsvc("retry", batch_id)
+    qsvc("delete", batch_id, "--yes")
+    assert not redis.exists(keys.batch(batch_id))
+
+
 @pytest.mark.parametrize("command", [*DENIED_TO_ALL, *DENIED_TO_PRODUCERS])
 def test_a_producer_may_not(producer: Redis, command: str) -> None:
     with pytest.raises(NoPermissionError):
@@ -254,6 +281,11 @@ def test_a_dead_worker_is_buried_and_batches_are_swept_by_a_worker(
         assert [entry.job_id for entry in DeadLetter(connection).entries()] == []
         findings = inspect_server(connection)
     assert not [finding for finding in findings if finding.level is Level.REFUSED]
+
+
+def test_the_commands_that_look_around_run_as_a_worker(worker_url: str) -> None:
+    seen = run_qsvc("top", "--once", "--interval", "0.1", "--redis", worker_url)
+    assert (seen.returncode, seen.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", DENIED_TO_ALL)

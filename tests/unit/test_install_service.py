@@ -570,6 +570,33 @@ def test_a_service_of_the_machine_needs_its_settings_named(
         assert option in refused(kind, "--system", "--user", me.pw_name, "--print")
 
 
+@both
+def test_what_root_makes_for_a_service_of_the_machine_belongs_to_its_user(
+    machine: Machine, manager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = str(machine.home)
+    somebody = pwd.struct_passwd(("somebody", "x", 4321, 4321, "", home, "/bin/sh"))
+    given: dict[Path, int] = {}
+    monkeypatch.setattr(pwd, "getpwnam", lambda name: somebody)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, uid, gid: given.update({Path(path): uid}))
+    file = tmp_path / "service"
+    monkeypatch.setattr(Service, "path", lambda self, manager: file)
+    data = tmp_path / "data"
+    arguments = ("server", "--system", "--user", "somebody", "--folder", str(data))
+    done(*arguments, manager=manager)
+    made = {data, data / "valkey.conf"}
+    if manager == "launchd":
+        made.add(machine.home / "Library" / "Logs" / "qsvc")
+        assert plistlib.loads(file.read_bytes())["UserName"] == "somebody"
+    else:
+        assert Unit(file.read_text()).one("Service.User") == "somebody"
+    assert given == dict.fromkeys(made, 4321)
+    started = machine.take_calls()
+    assert started
+    assert not [call for call in started if "--user" in call or "gui/" in call]
+
+
 # Files ----------------------------------------------------------------------------------------
 
 

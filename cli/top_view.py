@@ -14,7 +14,7 @@ from queue_service.batches import Status
 from queue_service.overview import BatchView, Overview, QueueView, RunningJob, WorkerView
 
 _GAP: Final = 2
-_LEAST_NAME_COLUMNS: Final = 8
+_LEAST_NAME_COLUMNS: Final = 16
 _BAR_COLUMNS: Final = 10
 _LATE_BEAT_SECONDS: Final = 5.0
 _FULL_SHARE: Final = 0.95

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from cli.options import json_option, print_json, redis_option, say, server
+from cli.options import json_option, print_json, redis_option, say, server, tell
 from queue_service.batches import Batches
 
 
@@ -27,7 +27,7 @@ def command(newest: int, redis_url: str | None, as_json: bool) -> None:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch.timestamps["created_at"]))
         failed = f", {batch.failed} failed" if batch.failed else ""
         cancelled = f", {batch.cancelled} cancelled" if batch.cancelled else ""
-        click.echo(
+        tell(
             f"{batch.id}  {created}  {batch.status.value:<11}  "
             f"{batch.ended}/{batch.total}{failed}{cancelled}  {batch.model}"
         )

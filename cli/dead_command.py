@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from cli.options import json_option, print_json, redis_option, say, server
+from cli.options import json_option, print_json, redis_option, say, server, tell
 from queue_service.dead_letter import DeadLetter
 
 
@@ -33,7 +33,7 @@ def list_(queue: str | None, code: str | None, redis_url: str | None, as_json: b
             if as_json:
                 print_json(entry.to_object())
             else:
-                click.echo(f"{entry.job_id}  {entry.queue}  {entry.code}: {entry.message}")
+                tell(f"{entry.job_id}  {entry.queue}  {entry.code}: {entry.message}")
     if not num_listed and not as_json:
         say("no failed jobs")
 

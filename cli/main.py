@@ -10,6 +10,7 @@ from importlib.metadata import version
 import click
 
 from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
+from cli.printable import printable
 from queue_service import errors
 
 # Each command is imported when it is used: `qsvc status` needs no batch reader and no model.
@@ -75,7 +76,7 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except errors.QsvcError as error:
-        click.echo(f"qsvc: {error}", err=True)
+        click.echo(printable(f"qsvc: {error}", keep="\n\t"), err=True)
         code = next((c for kind, c in EXIT_CODES.items() if isinstance(error, kind)), 1)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone, as in `qsvc tail … | head`

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 from redis import Redis, RedisError
 
+from cli.printable import printable
 from queue_service.connection import connect, unavailable
 from queue_service.settings import RedisSettings
 
@@ -58,7 +59,12 @@ def has_worker_packages() -> bool:
 
 def say(text: str) -> None:
     """Tell a person something; standard output stays for results."""
-    click.echo(text, err=True)
+    click.echo(printable(text, keep="\n\t"), err=True)
+
+
+def tell(text: str) -> None:
+    """Print a line that is the command's result for a person."""
+    click.echo(printable(text))
 
 
 def print_json(value: Any) -> None:

@@ -18,7 +18,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from cli.terminal import clock_time, fitting, is_live, printable, rate, share
+from cli.printable import printable
+from cli.terminal import clock_time, fitting, is_live, rate, share
 from queue_service.follow import Standing
 from queue_service.pace import BatchPace, Rates
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from cli.options import json_option, print_json, redis_option, server
+from cli.options import json_option, print_json, redis_option, server, tell
 from queue_service.batches import Batches
 from queue_service.results import read_job
 
@@ -24,7 +24,7 @@ def command(batch_or_job: str, redis_url: str | None, as_json: bool) -> None:
                 )
             else:
                 reason = f" ({job.error['code']}: {job.error['message']})" if job.error else ""
-                click.echo(f"{job.job_id}  {job.status}{reason}")
+                tell(f"{job.job_id}  {job.status}{reason}")
             return
         batch = Batches(connection).get(batch_or_job)
     if as_json:
@@ -32,8 +32,8 @@ def command(batch_or_job: str, redis_url: str | None, as_json: bool) -> None:
         return
     counts = f"{batch.completed} completed, {batch.failed} failed, {batch.cancelled} cancelled"
     more = "" if batch.is_submitted else " so far (submit still runs or was interrupted)"
-    click.echo(f"{batch.id}  {batch.status.value}  {batch.ended} of {batch.total}{more}: {counts}")
-    click.echo(
+    tell(f"{batch.id}  {batch.status.value}  {batch.ended} of {batch.total}{more}: {counts}")
+    tell(
         f"queue {batch.queue}, model {batch.model}, tokens {batch.prompt_tokens} in "
         f"({batch.cached_tokens} cached), {batch.completion_tokens} out"
     )

@@ -9,7 +9,7 @@ import click
 from redis import Redis
 
 from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
-from cli.options import json_option, print_json, redis_option, say, server
+from cli.options import json_option, print_json, redis_option, say, server, tell
 from cli.progress import Progress
 from cli.terminal import ending_with
 from queue_service import keys
@@ -133,8 +133,8 @@ def _wait(
     """Feed the batch and wait for its end; the exit code says whether all of it was answered."""
     if not as_json:
         click.echo(feeder.batch_id)
-    if not _has_worker(connection, options.queue):
-        say(_no_worker(options.queue))
+        if not _has_worker(connection, options.queue):
+            say(_no_worker(options.queue))
     failures: list[Exception] = []
     with ending_with(), Progress(is_shown=not as_json) as progress:
         try:
@@ -156,6 +156,7 @@ def _wait(
             is_interrupted = False
         except KeyboardInterrupt:
             batch, is_interrupted = Batches(connection).get(feeder.batch_id), True
+            wait_for_disk(connection)
     if failures:
         raise failures[0]
     if as_json:
@@ -212,7 +213,7 @@ def _show(file: BatchFile, submit: SubmitSettings, *, strict: bool, as_json: boo
         )
         return
     for error in found.first_errors:
-        click.echo(error)
+        tell(error)
     refused = f", {found.num_errors} of them bad" if found.num_errors else ""
     click.echo(f"{found.num_lines} lines{refused}; nothing was queued")
     if found.plan is None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from cli.exits import EXIT_SOME_FAILED
 from cli.options import json_option, print_json, redis_option, say, server
+from cli.printable import printable
 from cli.status_command import is_job
 from cli.tail_view import (
     AnswerView,
@@ -20,7 +21,7 @@ from cli.tail_view import (
     event_object,
     is_shown,
 )
-from cli.terminal import ending_with, is_live, printable
+from cli.terminal import ending_with, is_live
 from queue_service.batch_tail import BatchTail
 from queue_service.batches import Batches
 from queue_service.client import Reconnect, StreamReader

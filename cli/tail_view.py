@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.options import print_json
-from cli.terminal import fitting, printable, shortened
+from cli.printable import printable
+from cli.terminal import fitting, shortened
 from queue_service.batch_tail import LineEvent
 from queue_service.batches import Batch
 from queue_service.streams import End, EndReason, Event, Restarted, TextKind

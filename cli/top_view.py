@@ -9,7 +9,8 @@ from typing import Final, TypeVar
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from cli.terminal import UNKNOWN, clock_time, fitting, gigabytes, printable, rate, share, shortened
+from cli.printable import printable
+from cli.terminal import UNKNOWN, clock_time, fitting, gigabytes, rate, share, shortened
 from queue_service.batches import Status
 from queue_service.overview import BatchView, Overview, QueueView, RunningJob, WorkerView
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from cli.options import print_json
+from cli.printable import printable
 from cli.terminal import (
     clock_time,
     ending_with,
     fitting,
     gigabytes,
     is_live,
-    printable,
     rate,
     share,
     shortened,

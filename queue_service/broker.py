@@ -288,6 +288,31 @@ class Broker:
         ]
         return replace(trade, claimed=taken, looked=looked)
 
+    def peek(self, count: int) -> list[Claimed]:
+        """Return what is likely to be claimed next of plain jobs, without claiming it.
+
+        Lines of batches are left out: who submitted them has looked at all of them. Nothing is
+        promised: others may claim them first, and they may be gone.
+        """
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for queue in self._queues:
+                pipeline.lrange(keys.rq_queue(queue), 0, count - 1)
+            lists = pipeline.execute(raise_on_error=False)
+            coming = [
+                (queue, job_id.decode("utf-8", "replace"))
+                for queue, ids in zip(self._queues, lists, strict=True)
+                if isinstance(ids, list)
+                for job_id in ids
+            ][:count]
+            for _, job_id in coming:
+                pipeline.hmget(keys.rq_job(job_id), "data", "qsvc_batch")
+            found = pipeline.execute(raise_on_error=False) if coming else []
+        return [
+            Claimed(job_id, "", queue, {"data": fields[0]}, started_at=0.0)
+            for (queue, job_id), fields in zip(coming, found, strict=True)
+            if isinstance(fields, list) and fields[0] and not fields[1]
+        ]
+
     def _claim_call(
         self, wanted: Wanted, queues: Sequence[str], moment: datetime, execution_ids: Sequence[str]
     ) -> tuple[list[str], list[Arg]]:

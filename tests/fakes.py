@@ -71,6 +71,9 @@ class FakeEngine:
         for request in requests:
             self.rows[request.row_id] = _Row(request, len(request.generated_ids))
 
+    def expect(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Nothing: it keeps no prefixes."""
+
     def remove(self, row_ids: Iterable[str]) -> None:
         for row_id in row_ids:
             self.rows.pop(row_id, None)

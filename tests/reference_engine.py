@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -80,6 +80,9 @@ class ReferenceEngine:
         for uid, request in zip(uids, requests, strict=True):
             self._row_ids[uid] = request.row_id
             self._uids[request.row_id] = uid
+
+    def expect(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Nothing: it keeps no prefixes."""
 
     def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""

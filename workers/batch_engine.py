@@ -159,6 +159,11 @@ class BatchEngine:
                 request.row_id, tuple(row.tokens), keep=keep, is_sibling=request.is_sibling
             )
 
+    def expect(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Note prompts that are about to come: what rows have in common with them is kept."""
+        for prompt in prompts:
+            self._prefixes.expect(tuple(prompt))
+
     def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""
         for row_id in row_ids:

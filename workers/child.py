@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from rq.version import VERSION as RQ_VERSION
 
 from queue_service.backlog import Backlog
-from queue_service.broker import Broker
+from queue_service.broker import Broker, Outcome
 from queue_service.connection import Level, check_server, connect
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from queue_service.responses import fingerprint
@@ -28,6 +28,7 @@ from workers.aftercare import Aftercare
 from workers.answer_forms import AnswerForms
 from workers.begun import BegunNotes
 from workers.child_settings import ChildSettings
+from workers.ended_job import JOB_EVENT, EndedJob
 from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
 from workers.generation import EngineParts, GenerationThread
 from workers.generator import EngineGenerator, make_publisher
@@ -169,12 +170,25 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
     generator, (_, card) = parts["generator"], parts["model_card"]
     totals = Totals()
     metrics = _serve_metrics(settings, generator, totals, card)
+
+    def on_end(result: Result, outcome: Outcome) -> None:
+        if metrics is not None:
+            metrics.note_end(result, outcome)
+        if settings.tells_jobs:
+            ended = EndedJob.of(
+                result,
+                outcome,
+                peak_bytes=generator.peak_bytes,
+                peak_kv_bytes=generator.peak_kv_bytes,
+            )
+            reporter.report(JOB_EVENT, **ended.to_event())
+
     reporter.report("ready", name=settings.name, model=card["model"])
     return BatchWorker(
         settings.queues,
         **parts,
         totals=totals,
-        on_end=metrics.note_end if metrics is not None else lambda *_: None,
+        on_end=on_end,
         # Rows, not jobs: one that has ended may have to wait long for the server.
         on_turn=lambda: reporter.progress(
             generator.num_rows, generator.steps, generator.peak_bytes
@@ -268,6 +282,7 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         publisher=publisher,
         deliver=results.put,
         crash_retries=settings.worker.crash_retries,
+        foresees=served.history is not None,
         figures=served.figures,
         on_stop=served.close,
     )

@@ -13,6 +13,8 @@ from queue_service.settings import (
     WorkerSettings,
 )
 
+_OWN = ("alias", "name", "burst", "begun_file", "tells_jobs")
+
 
 @dataclass(frozen=True, slots=True)
 class ChildSettings:
@@ -20,6 +22,7 @@ class ChildSettings:
 
     Attributes:
         begun_file: the number of an open file for ``BegunNotes``; None where nobody reads them.
+        tells_jobs: whether the child tells its supervisor the times of each job that has ended.
     """
 
     redis: RedisSettings
@@ -29,6 +32,7 @@ class ChildSettings:
     name: str
     burst: bool
     begun_file: int | None = None
+    tells_jobs: bool = False
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings.load)
 
     def to_json(self) -> str:
@@ -39,7 +43,7 @@ class ChildSettings:
             "retention": self.retention.model_dump(mode="json"),
             "checkpoints": self.checkpoints.model_dump(mode="json"),
         }
-        own = {name: getattr(self, name) for name in ("alias", "name", "burst", "begun_file")}
+        own = {name: getattr(self, name) for name in _OWN}
         return json.dumps({**sections, **own})
 
     @classmethod
@@ -51,10 +55,7 @@ class ChildSettings:
             worker=WorkerSettings.load(**fields["worker"]),
             retention=RetentionSettings.load(**fields["retention"]),
             checkpoints=CheckpointSettings.load(**fields["checkpoints"]),
-            alias=fields["alias"],
-            name=fields["name"],
-            burst=fields["burst"],
-            begun_file=fields["begun_file"],
+            **{name: fields[name] for name in _OWN},
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -133,6 +133,9 @@ class Engine(Protocol):
 
     def add(self, requests: Iterable[RowRequest]) -> None:
         """Take requests in; they join the batch as rows when there is room for them."""
+
+    def expect(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Note prompts that are about to come: what rows have in common with them is kept."""
 
     def remove(self, row_ids: Iterable[str]) -> None:
         """Forget rows wherever they are; unknown ids are ignored."""

@@ -72,6 +72,7 @@ class _Job:
     request: PreparedRequest
     builders: list[ChoiceBuilder]
     began: float
+    admitted: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
 
@@ -132,11 +133,13 @@ class GenerationThread:
         self._jobs: dict[str, _Job] = {}
         self._rows: dict[str, tuple[_Job, int]] = {}
         self._cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._expected: queue.SimpleQueue[Sequence[Sequence[int]]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
         self.peak_bytes = 0
         self.kv_bytes = 0
+        self.peak_kv_bytes = 0
 
     def start(self) -> None:
         """Start the thread; loading the model is its first work."""
@@ -151,6 +154,10 @@ class GenerationThread:
         for execution_id in execution_ids:
             self._cancelled.put(execution_id)
         self._inbox.put(())
+
+    def expect(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Note prompts that are about to come; any thread may call it."""
+        self._expected.put(prompts)
 
     def stop(self, timeout_seconds: float = 10) -> None:
         """End the thread after the step it is in; rows that run are forgotten."""
@@ -178,10 +185,13 @@ class GenerationThread:
         self._receive(idle=False)
         self._drop(cancelled, parts.engine)
         self._admit(parts)
+        while not self._expected.empty():
+            parts.engine.expect(self._expected.get())
         if not parts.engine.has_work:
             if self._rows:
                 raise RuntimeError(f"the engine has lost {len(self._rows)} rows")
             return
+        stepped_at = self._clock()
         for event in parts.engine.step():
             if isinstance(event, Kept):
                 self._on_kept(event.token_ids)
@@ -190,6 +200,8 @@ class GenerationThread:
             if job is None:
                 continue
             if isinstance(event, Begun):
+                if job.admitted is None:
+                    job.admitted = stepped_at  # the event comes after the step's work on its prompt
                 if job.note_cached(choice, event.cached_tokens):
                     self._sink.note_cached(job.request.execution_id, job.cached_tokens)
                 continue
@@ -204,6 +216,7 @@ class GenerationThread:
         self.steps += 1
         self.peak_bytes = parts.engine.peak_bytes
         self.kv_bytes = parts.engine.kv_bytes
+        self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
 
     def _receive(self, *, idle: bool) -> None:
         if idle and not self._waiting:
@@ -313,7 +326,8 @@ class GenerationThread:
         choices = [one.choice() for one in job.builders]
         times = None
         if job.first_token is not None:
-            times = RunTimes(job.began, job.first_token, self._clock())
+            admitted = job.began if job.admitted is None else job.admitted
+            times = RunTimes(job.began, admitted, job.first_token, self._clock())
         self._sink.end(Generated(job.request, choices, job.cached_tokens, times))
 
     def _fail(self, engine: Engine, job: _Job, error: Exception) -> None:

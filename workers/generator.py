@@ -37,6 +37,7 @@ class EngineGenerator:
         waiting_room: leads to the engine.
         notes: has what is being prepared; the waiting room notes what is with the engine.
         deliver: takes what cannot be run; called on several threads, returns at once.
+        foresees: it is of use to know what comes next.
         figures: more of them for the worker's card.
         on_stop: called when all threads have ended.
     """
@@ -51,6 +52,7 @@ class EngineGenerator:
         publisher: Publisher,
         deliver: Callable[[Result], None],
         crash_retries: int,
+        foresees: bool = False,
         figures: Callable[[], Mapping[str, str]] = dict,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -61,6 +63,7 @@ class EngineGenerator:
         self._publisher = publisher
         self._deliver = deliver
         self._crash_retries = crash_retries
+        self.foresees = foresees
         self._figures = figures
         self._on_stop = on_stop
         self._pool = ThreadPoolExecutor(_PREPARATION_THREADS, thread_name_prefix="prepare")
@@ -75,6 +78,10 @@ class EngineGenerator:
         size = _PREPARATION_CHUNK if len(claimed) < _MANY_CLAIMED else len(claimed)
         for start in range(0, len(claimed), size):
             self._pool.submit(self._prepare, claimed[start : start + size])
+
+    def expect(self, coming: Sequence[Claimed]) -> None:
+        """Let the engine know what prompts are likely to come next; they are nobody's yet."""
+        self._pool.submit(self._expect, coming)
 
     def cancel(self, execution_ids: Iterable[str]) -> None:
         """Forget these; nothing is delivered for them any more."""
@@ -113,6 +120,11 @@ class EngineGenerator:
     def peak_bytes(self) -> int:
         """The most memory that the model and its rows took."""
         return self._engine.peak_bytes
+
+    @property
+    def peak_kv_bytes(self) -> int:
+        """The most memory that keys and values of running rows took."""
+        return self._engine.peak_kv_bytes
 
     def figures(self) -> Mapping[str, str]:
         """Return what the worker's card shows."""
@@ -155,6 +167,15 @@ class EngineGenerator:
             finally:
                 self._notes.end(one.execution_id)
         self._hand_over(waiting, ready)
+
+    def _expect(self, coming: Sequence[Claimed]) -> None:
+        prompts = []
+        for one in coming:
+            try:
+                prompts.append(self._preparer.prompt_ids(one))
+            except Exception as error:  # it will be told when the job is claimed
+                logger.debug("what comes cannot be read job=%s (%s)", one.job_id, error)
+        self._engine.expect(prompts)
 
     def _hand_over(self, claimed: Sequence[Claimed], ready: Sequence[PreparedRequest]) -> None:
         with self._lock:

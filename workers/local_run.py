@@ -34,6 +34,7 @@ from queue_service.output import BatchOutput, CompletionOrder, InputOrder, Outpu
 from queue_service.prefix_plan import PrefixPlan
 from queue_service.results import BatchReader
 from queue_service.settings import (
+    CheckpointSettings,
     RedisSettings,
     RetentionSettings,
     SubmitSettings,
@@ -138,6 +139,9 @@ class LocalRun:
     Args:
         on_update: told how the batch stands, several times a second.
         on_note: told what a person should know, once each.
+        checkpoints: of the worker; None takes the settings of this machine.
+        on_event: told what the worker child reports, with the times of each job that has ended, on
+            a thread of its own; None where nobody wants them.
         child: the worker child's program.
     """
 
@@ -151,6 +155,8 @@ class LocalRun:
         cache_folder: Path,
         on_update: Callable[[Standing], None],
         on_note: Callable[[str], None],
+        checkpoints: CheckpointSettings | None = None,
+        on_event: Callable[[Mapping[str, Any]], None] | None = None,
         child: tuple[str, ...] = CHILD,
     ) -> None:
         self._options = options
@@ -160,6 +166,8 @@ class LocalRun:
         self._cache_folder = cache_folder
         self._on_update = on_update
         self._on_note = on_note
+        self._checkpoints = checkpoints
+        self._on_event = on_event
         self._child = child
         self._stop_level = 0
         self._supervisor: Supervisor | None = None
@@ -331,12 +339,16 @@ class LocalRun:
             # worker that was killed is refused for a while.
             name=f"run-{os.getpid()}-{secrets.token_hex(3)}",
             burst=False,
+            checkpoints=self._checkpoints or CheckpointSettings.load(),
+            tells_jobs=self._on_event is not None,
         )
 
         def on_event(event: Mapping[str, Any]) -> None:
             if event["event"] == "ready" and self._ready_at is None:
                 self._ready_at = time.monotonic()
             self._peak_bytes = max(self._peak_bytes, event.get("peak_bytes", 0))
+            if self._on_event is not None:
+                self._on_event(event)
 
         supervisor = Supervisor(settings, command=self._child, log_path=log_path, on_event=on_event)
         self._supervisor = supervisor

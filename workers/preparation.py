@@ -155,6 +155,22 @@ class Preparer:
         )
         return self._resumed(prepared)
 
+    def prompt_ids(self, claimed: Claimed) -> Sequence[int]:
+        """Return the tokens of a job's first prompt, without making it ready to run.
+
+        Raises:
+            RequestError: it can never run.
+        """
+        endpoint, body = _endpoint_and_body(decode_call(claimed.fields.get("data", b"")))
+        request = parse_request(endpoint, body, is_clean=True)
+        if isinstance(request, ChatRequest):
+            return self._encoder.encode_chat(self._render(request, self._rendering(request)))
+        prompt = request.prompts[0]
+        if isinstance(prompt, str):
+            return self._encoder.encode(prompt, add_special_tokens=True)
+        self._check_ids(prompt, "prompt")
+        return prompt
+
     def _resumed(self, request: PreparedRequest) -> PreparedRequest:
         """Let a request go on with what an earlier execution of its job has generated."""
         joined = request.claimed.fields.get("qsvc_progress")

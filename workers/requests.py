@@ -173,11 +173,13 @@ class RunTimes:
 
     Attributes:
         began: it was handed to the engine.
+        admitted: its first row took its place in the batch.
         first_token: the first token of any choice was there.
         ended: the last one was.
     """
 
     began: float
+    admitted: float
     first_token: float
     ended: float
 

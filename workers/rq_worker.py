@@ -61,6 +61,9 @@ _SCHEDULE_SECONDS = 1.0
 # How often a full worker looks for jobs that others make room for, and how many it takes then.
 _URGENT_SECONDS = 0.2
 _URGENT_JOBS = 8
+# How often, and how far, plain jobs are looked at before they are claimed.
+_LOOK_AHEAD_SECONDS = 1.0
+_LOOK_AHEAD_JOBS = 32
 _LISTEN_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -71,6 +74,13 @@ class Generator(Protocol):
 
     def submit(self, claimed: Sequence[Claimed]) -> None:
         """Prepare and run these."""
+
+    @property
+    def foresees(self) -> bool:
+        """Whether it is of use to know what comes next."""
+
+    def expect(self, coming: Sequence[Claimed]) -> None:
+        """Note what is likely to be claimed next; nobody has claimed it yet."""
 
     def cancel(self, execution_ids: Iterable[str]) -> None:
         """Forget these; nothing is delivered for them any more."""
@@ -218,6 +228,9 @@ class BatchWorker(BaseWorker):
         self._schedule_due = _Due(_SCHEDULE_SECONDS, clock)
         self._maintenance_due = _Due(settings.reap_seconds, clock)
         self._urgent_due = _Due(_URGENT_SECONDS, clock)
+        self._look_ahead_due = _Due(_LOOK_AHEAD_SECONDS, clock)
+        self._foreseen: set[str] = set()
+        self._has_plain = False
         self._urgent = [queue for queue in queues if keys.queue_priority(queue) > 0]
         self._suspended = False
         self._suspects: list[Claimed] = []
@@ -384,6 +397,7 @@ class BatchWorker(BaseWorker):
         is_busy = bool(self._load()) or self._aftercare.is_busy
         looked = self._trade(self._wanted())
         self._commit()
+        self._look_ahead()
         if self._pace.is_fast:
             if not self._results.has_many:
                 time.sleep(_GATHER_SECONDS)
@@ -456,6 +470,7 @@ class BatchWorker(BaseWorker):
         if not claimed:
             return
         moment = self._clock()
+        self._has_plain = self._has_plain or any(one.batch_id is None for one in claimed)
         for one in claimed:
             self._running[one.execution_id] = one
             seconds = timeout_seconds(one)
@@ -464,6 +479,22 @@ class BatchWorker(BaseWorker):
         suspects = [one for one in claimed if self._is_suspect(one)]
         self._suspects += suspects
         self._generator.submit([one for one in claimed if one not in suspects])
+
+    def _look_ahead(self) -> None:
+        """Tell the generator what plain jobs come next, so that it keeps what they begin with.
+
+        Of a batch whoever submitted it has looked at every line.
+        """
+        if not self._has_plain or not self._generator.foresees or self._pace.is_fast:
+            return
+        if not self._look_ahead_due.has_come():
+            return
+        self._has_plain = False
+        coming = self._broker.peek(_LOOK_AHEAD_JOBS)
+        new = [one for one in coming if one.job_id not in self._foreseen]
+        self._foreseen = {one.job_id for one in coming}
+        if new:
+            self._generator.expect(new)
 
     def _is_suspect(self, claimed: Claimed) -> bool:
         """Whether it has lost as many workers as it may in company; one more is refused there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -26,6 +27,8 @@ _LEAST_SHARED: Final = 16
 _NOT_WORTH_WAITING: Final = 32
 # A row that others follow stops at most so often to hand a state on.
 _MOST_CUTS: Final = 16
+# Prompts that are known before they come.
+_MOST_EXPECTED: Final = 64
 # How often rows look whether other workers have stored what they wait for.
 _LOOK_SECONDS: Final = 0.05
 
@@ -114,6 +117,7 @@ class SharedPrefixes:
     _awaiting: dict[str, int] = field(default_factory=dict)
     _looked_at: float = 0.0
     _seen: SeenPrompts = field(default_factory=SeenPrompts)
+    _expected: deque[Sequence[int]] = field(default_factory=lambda: deque(maxlen=_MOST_EXPECTED))
     _num_rows_ever: int = 0
 
     def __post_init__(self) -> None:
@@ -139,8 +143,26 @@ class SharedPrefixes:
             self._keep(row, min(length, len(tokens) - 1))
         if not is_sibling and self.tier is not None:
             # A beginning that comes for the second time will come again.
-            self._keep(row, min(self._seen.note(tokens), len(tokens) - 1))
+            repeated = max(self._seen.note(tokens), self._expected_of(tokens))
+            self._keep(row, min(repeated, len(tokens) - 1))
         self._seek(row)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Note a prompt that is about to come: what rows have in common with it is worth keeping.
+
+        Also of rows that are here already, as far as it can still be had.
+        """
+        if self.tier is None or any(row.tokens == tokens for row in self._rows.values()):
+            return  # it has come
+        self._expected.append(tokens)
+        for row in self._rows.values():
+            length = min(common_length(row.tokens, tokens), len(row.tokens) - 1)
+            if row.is_gone or length < self.tier.least_tokens:
+                continue
+            if self.scheduler.tokens_of(row.row_id) < length:
+                self._keep(row, length)
+            elif self.runner.is_sliceable:
+                self._share(row, {}, {length})
 
     def save(self, row_id: str, tokens: Sequence[int]) -> None:
         """Keep in memory, if there is room, what a row holds that is about to lose its place."""
@@ -288,6 +310,12 @@ class SharedPrefixes:
             self._awaiting[row.row_id] = announced
         else:
             self._announce(row, max(row.keep, default=0))
+
+    def _expected_of(self, tokens: Sequence[int]) -> int:
+        """Return with how many tokens of a prompt that has come an expected one begins."""
+        if tokens in self._expected:
+            self._expected.remove(tokens)
+        return max((common_length(one, tokens) for one in self._expected), default=0)
 
     def _look_at_others(self) -> None:
         """Let rows go on that wait for other workers, once these have stored it or never will."""

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
+from rq import Queue
 
+from queue_service import keys, tasks
+from queue_service.results import read_job
 from queue_service.settings import CheckpointSettings
 from tests.cli_helpers import content_of, read_output, run_qsvc, write_lines
 
@@ -99,6 +103,7 @@ def test_a_file_is_planned_so_that_the_second_of_a_group_finds_what_the_first_co
     assert all(tokens < 128 for tokens in cached["--no-plan"]), cached
 
 
+@pytest.mark.slow
 def test_eight_bits_at_rest_take_a_quarter_of_the_room_and_still_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,3 +119,22 @@ def test_eight_bits_at_rest_take_a_quarter_of_the_room_and_still_answer(
         assert all(cached_tokens(answer) > 256 for answer in warm)
         assert all(content_of(answer).strip() for answer in cold + warm)
     assert sizes["8bit"] < 0.35 * sizes["exact"]
+
+
+def test_plain_jobs_are_looked_at_before_they_are_claimed(redis: Redis, redis_url: str) -> None:
+    """One row, nothing claimed ahead: only the queue can tell that the first prompt's beginning
+    will come again."""
+    alias = keys.alias_for("smollm2-135m")
+    queue = Queue(keys.queue_name(alias), connection=redis, serializer="json")
+    jobs = [
+        queue.enqueue(tasks.CHAT, line(str(i), question)["body"])
+        for i, question in enumerate(QUESTIONS[:2])
+    ]
+    env = {"QSVC_WORKER_CLAIM_AHEAD": "0"}
+    command = ("worker", "--model", "smollm2-135m", "--redis", redis_url, "--slots", "1", "--burst")
+    done = run_qsvc(*command, env=env, seconds=120)
+    assert done.returncode == 0, done.stderr
+    bodies = [read_job(redis, job.id).body for job in jobs]
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in bodies if body]
+    assert cached[0] == 0
+    assert cached[1] > 256

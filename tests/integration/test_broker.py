@@ -86,6 +86,31 @@ def stream_fields(redis: Redis, job_id: str) -> list[dict[bytes, bytes]]:
 # Claim --------------------------------------------------------------------------------------
 
 
+def test_what_comes_next_is_looked_at_and_stays_where_it_is(broker: Broker, redis: Redis) -> None:
+    jobs = [enqueue_chat(redis, f"text {n}", queue) for n in range(2) for queue in (NORMAL, HIGH)]
+    line_of_batch = enqueue_chat(redis, "planned when it was submitted", HIGH)
+    redis.hset(keys.rq_job(line_of_batch.id), "qsvc_batch", "b")
+    redis.lpush(keys.rq_queue(HIGH), "gone")
+    coming = broker.peek(6)
+    expected = [jobs[1], jobs[3], jobs[0], jobs[2]]  # in the order in which they are claimed
+    assert [one.job_id for one in coming] == [job.id for job in expected]
+    assert [one.fields["data"] for one in coming] == [field(redis, job, "data") for job in expected]
+    assert [one.job_id for one in broker.peek(3)] == [jobs[1].id, jobs[3].id]
+    claimed = [one.job_id for one in claim(broker, 9)]
+    assert [job_id for job_id in claimed if job_id != line_of_batch.id] == [
+        job.id for job in expected
+    ]
+
+
+def test_nothing_comes_next_in_an_empty_queue_or_one_of_another_type(
+    broker: Broker, redis: Redis
+) -> None:
+    assert broker.peek(5) == []
+    redis.set(keys.rq_queue(HIGH), "no list")
+    job = enqueue_chat(redis, "text", NORMAL)
+    assert [one.job_id for one in broker.peek(5)] == [job.id]
+
+
 def test_one_claim_takes_from_several_queues_in_their_order(redis: Redis, broker: Broker) -> None:
     normal = [enqueue_chat(redis, "n", NORMAL) for _ in range(2)]
     high = [enqueue_chat(redis, "h", HIGH) for _ in range(2)]

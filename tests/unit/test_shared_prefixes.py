@@ -84,6 +84,39 @@ def test_what_comes_for_the_second_time_is_stored() -> None:
     assert [bench.cached[str(index)] for index in range(3)] == [0, 0, 300]
 
 
+def test_what_begins_as_a_prompt_that_is_about_to_come_is_stored_by_the_first() -> None:
+    store, texts = new_store(), prompts(300, 30, 3)
+    bench = bench_on(store, prefix_bytes=0)
+    bench.engine.expect(texts[1:])
+    for index, tokens in enumerate(texts):
+        bench.add(request(str(index), tokens=tokens))
+        bench.run()
+    assert [bench.cached[str(index)] for index in range(3)] == [0, 300, 300]
+    assert store.match(texts[0]).length == 300
+
+
+@pytest.mark.parametrize("chunk", [64, 1024])
+def test_a_row_that_runs_keeps_what_the_next_one_begins_with(chunk: int) -> None:
+    store, texts = new_store(), prompts(300, 30, 2)
+    bench = bench_on(store, prefix_bytes=0, chunk=chunk)
+    bench.add(request("0", tokens=texts[0], limit=4))
+    bench.engine.step()
+    bench.engine.expect(texts[1:])
+    bench.run()
+    assert store.match(texts[0]).length == 300
+
+
+def test_a_prompt_that_was_expected_is_not_its_own_repetition() -> None:
+    store, texts = new_store(), prompts(0, 300, 2, "single")
+    bench = bench_on(store, prefix_bytes=0)
+    bench.engine.expect(texts[:1])
+    for index, tokens in enumerate(texts):
+        bench.add(request(str(index), tokens=tokens))
+        bench.engine.expect([tokens])  # looked at before it was claimed, told after
+        bench.run()
+    assert "writes" not in store.counts()
+
+
 def test_choices_of_one_request_store_nothing() -> None:
     store = new_store()
     bench = bench_on(store)

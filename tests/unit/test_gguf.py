@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,16 @@ def test_a_file_may_have_no_chat_template(write: Write) -> None:
     assert read_gguf(write(), mx.float32).tokenizer.chat_template is None
     path = write(tokenizer__chat_template="{{ messages }}")
     assert read_gguf(path, mx.float32).tokenizer.chat_template == "{{ messages }}"
+
+
+def test_a_file_that_mlx_cannot_open_is_named_with_what_to_do(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write()
+    # Root may write whatever its mode is, so the mode alone would not do here.
+    monkeypatch.setattr(os, "access", lambda asked, mode: (asked, mode) != (path, os.W_OK))
+    with pytest.raises(ModelUnavailable, match="make it writable"):
+        read_gguf(path, None)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
+import sys
+import termios
+import time
+import tty
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
-from typing import Final
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -122,3 +128,40 @@ def ending_with(
     finally:
         for wanted, handler in before.items():
             signal.signal(wanted, handler)
+
+
+class Keyboard:
+    """Standard input key by key, and not shown, for the length of a block; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self._file is not None:
+            self._before = termios.tcgetattr(self._file)
+            tty.setcbreak(self._file)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None and self._before is not None:
+            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+    def is_pressed(self, key: str, *, within_seconds: float) -> bool:
+        """Wait for a time; return True at once when a key was pressed meanwhile."""
+        deadline = time.monotonic() + within_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._file is None:
+                time.sleep(left)
+            elif select.select([self._file], [], [], left)[0]:
+                pressed = os.read(self._file, 1024)
+                if not pressed:  # the terminal is gone
+                    self._file = None
+                elif key.encode() in pressed:
+                    return True
+        return False

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cli.options import json_option, print_json, redis_option, server
-from cli.terminal import clock_time, ending_with, is_live
+from cli.terminal import Keyboard, clock_time, ending_with, is_live
 from cli.top_view import Screenful
 from queue_service.overview import Observer, Overview
 from queue_service.settings import RedisSettings, WorkerSettings, redact_url
@@ -34,7 +34,7 @@ _PLAIN_COLUMNS = 160
 @click.option("--once", is_flag=True, help="Look for one interval, print one picture, and end.")
 @json_option
 def command(redis_url: str | None, interval: float, once: bool, as_json: bool) -> None:
-    """Show workers, queues, open batches and the longest running jobs until Ctrl-C.
+    """Show workers, queues, open batches and the longest running jobs until Ctrl-C or q.
 
     With --json it prints an object for each look, one a line. A server that goes away is waited
     for. Prompts and answers are never shown.
@@ -139,15 +139,17 @@ def _show(watch: Watch, interval: float) -> None:
             console.print()
             time.sleep(interval)
     watch.look_patiently()
-    with Live(
-        console=console,
-        screen=True,
-        get_renderable=lambda: watch.picture(is_cut=True),
-        refresh_per_second=2,
-        redirect_stdout=False,
+    with (
+        Keyboard() as keyboard,
+        Live(
+            console=console,
+            screen=True,
+            get_renderable=lambda: watch.picture(is_cut=True),
+            refresh_per_second=2,
+            redirect_stdout=False,
+        ),
     ):
-        while True:
-            time.sleep(interval)
+        while not keyboard.is_pressed("q", within_seconds=interval):
             watch.look_patiently()
 
 

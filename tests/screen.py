@@ -32,6 +32,8 @@ _TOKEN = re.compile(
 )
 _PARTIAL = re.compile(r"\x1b(\[[\d;?]*)?$")
 _MOST_SCROLLED = 1000
+_MOST_PIECES = 50
+_PAUSE_SECONDS = 0.02
 
 
 @dataclass
@@ -232,6 +234,10 @@ class Terminal:
                 assert condition(self.screen), f"{what}: it ended before\n{self.screen.text}"
         return self.screen
 
+    def press(self, keys: str) -> None:
+        """Type something."""
+        os.write(self._leader, keys.encode())
+
     def interrupt(self) -> None:
         """Do what Ctrl-C does."""
         os.killpg(self.process.pid, signal.SIGINT)
@@ -250,15 +256,21 @@ class Terminal:
         os.close(self._leader)
 
     def _read(self, seconds: float) -> bool:
-        """Read what is there within a time; False when there will be nothing more."""
+        """Read what is there within a time; False when there will be nothing more.
+
+        A picture is drawn in one go and arrives in pieces, so a short pause is waited for.
+        """
         if not select.select([self._leader], [], [], seconds)[0]:
             return self.process.poll() is None
-        try:
-            data = os.read(self._leader, 65536)
-        except OSError:  # Linux says so when nobody has the terminal open any more
-            return False
-        self.screen.feed(self._decoder.decode(data))
-        return bool(data)
+        for _ in range(_MOST_PIECES):
+            try:
+                data = os.read(self._leader, 65536)
+            except OSError:  # Linux says so when nobody has the terminal open any more
+                return False
+            self.screen.feed(self._decoder.decode(data))
+            if not data or not select.select([self._leader], [], [], _PAUSE_SECONDS)[0]:
+                return bool(data)
+        return True
 
 
 @contextlib.contextmanager

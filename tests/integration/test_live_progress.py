@@ -51,8 +51,11 @@ def test_a_run_in_a_terminal_shows_what_runs_how_fast_and_how_long(
     file, out = write_lines(tmp_path / "in.jsonl", chat_lines(200)), tmp_path / "out.jsonl"
     command = (*FAKE_QSVC, "run", file, "-o", out, "--model", "fake")
     with terminal(*command, width=100, env=SLOW) as shown:
-        shown.wait_for(shows(r"\d+/200  \d+%  0:\d\d left"), "the time that is left")
-        assert shows(r"\d+ running  \d+ waiting  \d+ tok/s \(\d+ on average\)")(shown.screen)
+        how_far = r"\d+/200  \d+%  0:\d\d left"
+        pace = r"[\d.,]+ tok/s \([\d.,]+ on average\)"
+        shown.wait_for(
+            shows(rf"{how_far}\n\d+ running  \d+ waiting  {pace}"), "the time that is left"
+        )
         assert not shown.screen.is_cursor_shown
         assert shown.end(60) == 0
         assert shown.screen.is_cursor_shown
@@ -101,6 +104,36 @@ def test_a_log_gets_plain_lines(redis_server: LocalServer, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d of 5 done, \d written, \d+ tok/s", done.stderr, re.MULTILINE)
     assert "\x1b" not in done.stderr
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    file = write_lines(tmp_path / "in.jsonl", chat_lines(3))
+    command = (*QSVC, "submit", file, "--alias", "fake", "--wait", "--redis", redis_url)
+    with (
+        running_worker(worker_settings(redis_url)),
+        terminal(*command, env={"TERM": "dumb"}) as shown,
+    ):
+        assert shown.end() == 0
+        assert shows(r"\d of 3 done, \d+ tok/s")(shown.screen)
+        assert all(cell.style == "" for row in shown.screen._rows for cell in row)
+
+
+def test_a_narrow_terminal_without_colour_is_enough(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    file = write_lines(tmp_path / "in.jsonl", chat_lines(40))
+    command = (*QSVC, "submit", file, "--alias", "fake", "--wait", "--redis", redis_url)
+    settings = worker_settings(redis_url, slots=2)
+    with (
+        running_worker(settings, step_seconds=SLOW_STEP_SECONDS),
+        terminal(*command, width=22, env={"NO_COLOR": "1"}) as shown,
+    ):
+        shown.wait_for(shows(r"\d+/40  \d+%\n\d+ running"), "a picture of two rows")
+        styles = {cell.style for row in shown.screen._rows for cell in row}
+        assert not any(re.search(r"\b[349][0-7]\b", style) for style in styles), styles
+        assert shown.end() == 0
 
 
 # qsvc submit --wait ---------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Cluster:
             f"requirepass {SENTINEL_PASSWORD}\n"
             f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary} 1\n"
             f"sentinel auth-pass {SERVICE} {PASSWORD}\n"
-            f"sentinel down-after-milliseconds {SERVICE} 500\n"
+            f"sentinel down-after-milliseconds {SERVICE} 2000\n"
             f"sentinel failover-timeout {SERVICE} 5000\n"
         )
         self._start("sentinel", self.sentinel, watch, "--sentinel")

@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "cache": "cli.cache_command",
     "doctor": "cli.doctor_command",
     "fit": "cli.fit_command",
+    "bench": "cli.bench_command",
     "dashboard": "cli.dashboard_command",
 }
 

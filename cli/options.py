@@ -67,7 +67,12 @@ def tell(text: str) -> None:
     click.echo(printable(text))
 
 
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return a result as JSON, with nothing in it that a terminal would obey."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def print_json(value: Any) -> None:
-    """Print a result as JSON, with nothing in it that a terminal would obey."""
-    text = json.dumps(value, ensure_ascii=False)
-    click.echo(_OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+    """Print a result as JSON, see ``json_text``."""
+    click.echo(json_text(value))

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 
+import workers.bench
 import workers.local_run
 import workers.supervisor
 from cli.main import main
@@ -17,9 +18,12 @@ def fake_child() -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    # The commands look these two up when they run.
+    # The commands look these up when they run.
     run = functools.partial(workers.local_run.LocalRun, child=fake_child())
     supervisor = functools.partial(workers.supervisor.Supervisor, command=fake_child())
+    look = (sys.executable, "-m", "tests.fake_look")
+    bench = functools.partial(workers.bench.Bench, child=fake_child(), look_program=look)
+    workers.bench.Bench = bench  # type: ignore[assignment, misc]
     workers.local_run.LocalRun = run  # type: ignore[assignment, misc]
     workers.supervisor.Supervisor = supervisor  # type: ignore[assignment, misc]
     main()

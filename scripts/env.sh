@@ -1,5 +1,6 @@
 # Makes .venv in the checkout and installs qsvc into it; sourced by scripts/demo and scripts/test.
-# Reuses what is there: nothing is installed again until pyproject.toml changes.
+# Reuses what is there: nothing is installed again until pyproject.toml changes. QSVC_VENV names an
+# environment of another checkout to use as it is: .venv becomes a link to it.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
@@ -19,6 +20,10 @@ find_python() {
 # install EXTRAS: an editable install with these extras, and the demo model beside it.
 install() {
   local extras=$1 stamp wanted
+  if [ -n "${QSVC_VENV:-}" ]; then
+    [ -e "$VENV" ] || ln -s "$QSVC_VENV" "$VENV"
+    return
+  fi
   stamp="$VENV/.qsvc-$extras"
   wanted=$(cksum <"$ROOT/pyproject.toml")
   [ -x "$VENV/bin/qsvc" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return

@@ -12,6 +12,7 @@ import pytest
 from cli.main import COMMANDS
 from queue_service.requests import FIELD_USES, Endpoint
 from queue_service.scripts import Scripts
+from tests.document_code import documents
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,9 +21,10 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_the_settings_document_says_what_the_settings_are() -> None:
+@pytest.mark.parametrize("script", ["make_settings_doc", "make_cli_doc", "make_metrics_doc"])
+def test_a_document_that_is_made_from_code_says_what_the_code_does(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "make_settings_doc", "--check"],
+        [sys.executable, ROOT / "scripts" / script, "--check"],
         check=False,
         capture_output=True,
         text=True,
@@ -40,9 +42,7 @@ def test_the_redis_document_has_a_heading_for_every_script(script: str) -> None:
     assert f"\n### {script}.lua\n" in read("docs/redis.md")
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-)
+@pytest.mark.parametrize("document", documents())
 def test_links_between_documents_lead_to_files(document: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(document))
     assert [link for link in links if not ((ROOT / document).parent / link).exists()] == []

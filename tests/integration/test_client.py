@@ -311,13 +311,6 @@ def test_one_event_loop_reads_many_jobs_at_once(redis: Redis, redis_url: str) ->
         assert asyncio.run(read_all()) == (texts, texts)
 
 
-@pytest.mark.parametrize("block", [*python_blocks("README.md"), *python_blocks("docs/streams.md")])
-def test_the_programs_of_the_documents_run(redis: Redis, redis_url: str, block: str) -> None:
-    with running_worker(worker_settings(redis_url)):
-        shown = run_block(block, redis_url, {})
-    assert "Name three fruits." in shown  # the model of the tests answers with the question
-
-
 def test_the_cursor_is_a_text_that_json_can_keep(redis: Redis) -> None:
     hand = HandWorker(redis, keys.DEFAULT_QUEUE)
     job_id = enqueue_chat(redis, chat_body("x" * 5000))

@@ -135,11 +135,15 @@ def _rows(count: int) -> str:
 
 def _seconds(value: float) -> str:
     """Return a time with three digits, in the unit that suits it."""
-    if value >= 100:
-        return f"{value:,.0f} s"
-    if value >= 10:
-        return f"{value:.1f} s"
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.{0 if value >= 0.1 else 1}f} ms"
+    if value < 0.9995:
+        return f"{_three_digits(1000 * value)} ms"
+    return f"{_three_digits(value)} s"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def _spread(value: Spread | None) -> str:

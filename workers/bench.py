@@ -30,7 +30,7 @@ from workers.bench_jobs import BenchJobs
 from workers.bench_look import LOOK, Look, read_answer
 from workers.ended_job import JOB_EVENT, EndedJob
 from workers.local_run import LocalRun, RunOptions
-from workers.supervisor import CHILD, device_slot_lock
+from workers.supervisor import CHILD, DIED_EVENT, device_slot_lock
 
 # A worker that dies more often than this in one run will not come to its end.
 _MOST_RESTARTS = 2
@@ -249,20 +249,16 @@ class _Watch:
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self._give_up = give_up
-        self._num_starts = 0
         self.ended: list[EndedJob] = []
+        self.restarts = 0
         self.gave_up = False
-
-    @property
-    def restarts(self) -> int:
-        return max(0, self._num_starts - 1)
 
     def see(self, event: Mapping[str, Any]) -> None:
         """Note an event; called on the supervisor's threads."""
         if event["event"] == JOB_EVENT:
             self.ended.append(EndedJob.from_event(event))
-        elif event["event"] == "ready":
-            self._num_starts += 1
+        elif event["event"] == DIED_EVENT:
+            self.restarts += 1
             if self.restarts > _MOST_RESTARTS and not self.gave_up:
                 self.gave_up = True
                 self._give_up()

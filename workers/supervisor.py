@@ -35,6 +35,7 @@ from workers.exits import EXIT_CONFIGURATION, EXIT_OK
 logger = logging.getLogger(__name__)
 
 CHILD = (sys.executable, "-m", "workers.main")
+DIED_EVENT = "died"
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -50,7 +51,8 @@ class Supervisor:
         settings: told to the child through its standard input, since they may hold a password.
         command: the child's program.
         log_path: takes the child's log; None leaves it on standard error.
-        on_event: called with every report of the child, on a thread of its own.
+        on_event: called with every report of the child, on a thread of its own, and with ``died``
+            for a child that another one is to replace.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Supervisor:
                 return
             if time.monotonic() - started >= _HEALTHY_SECONDS:
                 pause = _FIRST_PAUSE_SECONDS
+            self._on_event({"event": DIED_EVENT, "exit": code})
             logger.warning("worker died exit=%s; the next one starts in %.0f s", code, pause)
             if self._was_stopped_within(pause):
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from rich.console import Console
 
 from cli.bench_report import best_line, report_lines, report_object, report_table
@@ -140,3 +141,22 @@ def test_what_was_seen_is_read_back() -> None:
         2_000_000,
         2_000_000,
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 ms"),
+        (0.00512, "5.12 ms"),
+        (0.0456, "45.6 ms"),
+        (0.7294, "729 ms"),
+        (0.9996, "1.00 s"),
+        (9.99, "9.99 s"),
+        (9.996, "10.0 s"),
+        (99.96, "100 s"),
+        (1234.5, "1,234 s"),
+    ],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    run = run_of(1, ended_job(admitted=10.0, first_token=10.0, ended=10.0 + seconds, tokens=1))
+    assert row_of(table_of(run), "whole job, p50 / p95") == [f"{text} / {text}"]

@@ -15,10 +15,10 @@ from tests.fakes import EOS, FakeEngine, fake_parts
 from tests.harness import LONG_TEXT, eventually, make_claimed, make_request
 from workers.answer import text_of
 from workers.answer_forms import PLAIN_TEXT, AnswerForm, Piece
-from workers.engine import TokenLogprobs
+from workers.engine import Begun, Event, TokenLogprobs
 from workers.errors import TransientError
 from workers.generation import NO_TOKEN, EngineParts, GenerationThread
-from workers.requests import Generated, PreparedRequest
+from workers.requests import Generated, PreparedRequest, RunTimes
 from workers.text import TextPipeline
 
 
@@ -396,3 +396,36 @@ def test_tokens_that_no_longer_fit_the_request_are_generated_again(bench: Bench)
     generated = bench.wait_for_end("a")
     assert generated.choices[0].text == "abc"
     assert bench.sink.texts["a"] == "abc"
+
+
+class CrowdedEngine(FakeEngine):
+    """Has no place for a row in its first two steps."""
+
+    num_steps = 0
+
+    def step(self) -> list[Event]:
+        self.num_steps += 1
+        if self.num_steps <= 2:
+            return []
+        took_place: list[Event] = []
+        if self.num_steps == 3:
+            took_place = [Begun(row_id, 0) for row_id in self.rows]
+        return [*took_place, *super().step()]
+
+
+def test_times_tell_the_wait_for_a_place_from_the_work_on_the_prompt() -> None:
+    engine, sink = CrowdedEngine(), RecordingSink()
+    thread = GenerationThread(
+        lambda: fake_parts(engine),
+        sink,
+        on_failure=lambda _: None,
+        max_rows=8,
+        clock=lambda: float(engine.num_steps),
+    )
+    thread.start()
+    thread.submit([make_request("ab", claimed=make_claimed(execution_id="e"))])
+    generated = eventually(lambda: sink.ended.get("e"), "the end")
+    thread.stop()
+    assert generated is not None
+    # Its place, and its first token with it, came in the third step; "b" and the end took two.
+    assert generated.times == RunTimes(began=0, admitted=2, first_token=3, ended=5)

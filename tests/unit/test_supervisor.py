@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -199,3 +200,15 @@ os.abort()
         supervised.join()
     assert isinstance(supervised.failure, ModelUnavailable)
     assert supervised.num_starts <= 1
+
+
+def test_a_child_that_will_be_replaced_is_told_as_died(settings: ChildSettings) -> None:
+    with supervised_worker(settings, command=child("report('ready'); sys.exit(9)")) as worker:
+        died = {"event": "died", "exit": 9}
+        eventually(lambda: died in worker.events, "the death")
+
+
+def test_settings_reach_the_child_as_they_are(settings: ChildSettings) -> None:
+    assert not settings.tells_jobs
+    told = dataclasses.replace(settings, burst=True, begun_file=7, tells_jobs=True)
+    assert ChildSettings.from_json(told.to_json()) == told

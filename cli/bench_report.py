@@ -43,6 +43,12 @@ def report_lines(report: BenchReport) -> tuple[list[Text], list[Text]]:
     foot = [f"{one.rows} rows were not run: {one.reason}" for one in report.skipped]
     for run in report.runs:
         foot += _doubts(run)
+    loads = sorted(run.load for run in report.runs)
+    if loads and loads[-1] - loads[0] > _BUSY_SHARE * machine.cores:
+        foot.append(
+            f"the machine had more to do in some runs than in others (loads of {loads[0]:.1f} to "
+            f"{loads[-1]:.1f}): do not compare them closely"
+        )
     if report.was_stopped:
         foot.append("stopped: the row counts that are missing were not run to their end")
     if report.failure is not None:
@@ -167,4 +173,5 @@ _FIGURES: Sequence[tuple[str, Callable[[RunFigures], str]]] = (
     ("jobs failed", lambda run: str(run.failed)),
     ("worker restarts", lambda run: str(run.restarts)),
     ("seconds", lambda run: f"{run.seconds:,.1f}"),
+    ("load at its end", lambda run: f"{run.load:.1f}"),
 )

@@ -45,8 +45,8 @@ def failed_job(error: str = "it is too long") -> EndedJob:
     return EndedJob("batch_1-2", 0.5, 0, 0, 0, 0, 0, None, error, 90, 9)
 
 
-def run_of(rows: int, *jobs: EndedJob, restarts: int = 0) -> RunFigures:
-    return RunFigures.of(rows, jobs or [ended_job()], restarts=restarts)
+def run_of(rows: int, *jobs: EndedJob, restarts: int = 0, load: float = 0.0) -> RunFigures:
+    return RunFigures.of(rows, jobs or [ended_job()], restarts=restarts, load=load)
 
 
 def run_at(rows: int, tokens_per_second: float, *, wait: float = 1.0) -> RunFigures:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +146,9 @@ class Bench:
                 if watched is None:
                     break
                 ended = watched.ended
-                report.runs.append(RunFigures.of(rows, ended, restarts=watched.restarts))
+                load = round(os.getloadavg()[0], 2)
+                figures = RunFigures.of(rows, ended, restarts=watched.restarts, load=load)
+                report.runs.append(figures)
             report.was_stopped = self._is_stopping
             return report
 

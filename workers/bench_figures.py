@@ -63,6 +63,7 @@ class RunFigures:
         peak_bytes: the most memory that model and rows took.
         peak_kv_bytes: of that, keys and values of rows.
         restarts: workers that died in it.
+        load: processes that wanted a core in its last minute, its own included.
     """
 
     rows: int
@@ -80,9 +81,12 @@ class RunFigures:
     peak_bytes: int
     peak_kv_bytes: int
     restarts: int
+    load: float
 
     @classmethod
-    def of(cls, rows: int, ended: Sequence[EndedJob], *, restarts: int) -> RunFigures:
+    def of(
+        cls, rows: int, ended: Sequence[EndedJob], *, restarts: int = 0, load: float = 0.0
+    ) -> RunFigures:
         """Return the figures of jobs that ended in one run."""
         timed = [(job, job.times) for job in ended if job.times is not None]
         seconds = 0.0
@@ -106,6 +110,7 @@ class RunFigures:
             peak_bytes=max((job.peak_bytes for job in ended), default=0),
             peak_kv_bytes=max((job.peak_kv_bytes for job in ended), default=0),
             restarts=restarts,
+            load=load,
         )
 
     @property

@@ -73,6 +73,12 @@ def test_a_busy_machine_is_told() -> None:
     assert "1.5 processes wanted one of 2 cores" in head_of(report)
 
 
+def test_runs_on_a_machine_with_unequal_load_are_not_to_be_compared() -> None:
+    told = "loads of 1.0 to 4.5"
+    assert told in foot_of(report_of([run_of(1, load=4.5), run_of(8, load=1.0)]))
+    assert "loads of" not in foot_of(report_of([run_of(1, load=1.5), run_of(8, load=1.0)]))
+
+
 def test_a_name_cannot_steer_the_terminal() -> None:
     assert "\x1b" not in head_of(report_of([QUICK], source="\x1b[2Jjobs.jsonl"))
 

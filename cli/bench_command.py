@@ -95,12 +95,12 @@ def command(
         _check_output(path)
     if not has_worker_packages():
         raise ModelUnavailable("MLX is not installed: pip install 'qsvc[worker]'")
-    from workers.bench_jobs import built_in_jobs, jobs_of_file
+    from workers.bench_jobs import NUM_BUILT_IN, built_in_jobs, jobs_of_file
     from workers.model_info import DEMO_MODEL
 
     count = jobs or 2 * max(rows)
     if file is None:
-        work = built_in_jobs(count, max_tokens=max_tokens)
+        work = built_in_jobs(jobs or min(count, NUM_BUILT_IN), max_tokens=max_tokens)
     else:
         with open_batch(file) as opened:
             work = jobs_of_file(opened, count, max_tokens=max_tokens)

@@ -30,6 +30,7 @@ _SUBJECTS = (
     "rain", "a night train", "honey", "the compass", "a market square", "volcanoes", "tea",
     "the bicycle", "a library",
 )  # fmt: skip
+NUM_BUILT_IN = len(_TASKS) * len(_SUBJECTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,11 @@ def built_in_jobs(count: int, *, max_tokens: int | None = None) -> BenchJobs:
     Raises:
         ConfigurationError: there are not so many.
     """
-    prompts = [task.format(subject) for task in _TASKS for subject in _SUBJECTS]
-    if count > len(prompts):
+    if count > NUM_BUILT_IN:
         raise ConfigurationError(
-            f"there are {len(prompts)} built-in prompts, not {count}: name a FILE, or fewer --jobs"
+            f"there are {NUM_BUILT_IN} built-in prompts, not {count}: name a FILE, or fewer --jobs"
         )
+    prompts = [task.format(subject) for task in _TASKS for subject in _SUBJECTS]
     return BenchJobs(BUILT_IN, list(_built_in(prompts[:count], max_tokens or BUILT_IN_TOKENS)))
 
 

@@ -10,7 +10,7 @@ import pytest
 from queue_service.batch_file import BatchLine, open_batch, read_batch
 from queue_service.errors import BatchFileError, ConfigurationError
 from tests.cli_helpers import chat_line, chat_lines, write_lines
-from workers.bench_jobs import BUILT_IN, BenchJobs, built_in_jobs, jobs_of_file
+from workers.bench_jobs import BUILT_IN, NUM_BUILT_IN, BenchJobs, built_in_jobs, jobs_of_file
 
 
 def first(path: Path, count: int, **options: Any) -> BenchJobs:
@@ -74,10 +74,10 @@ def test_a_file_without_jobs_is_refused(tmp_path: Path) -> None:
 
 
 def test_built_in_jobs_differ_and_have_answers_of_one_length(tmp_path: Path) -> None:
-    jobs = built_in_jobs(128, max_tokens=5)
+    jobs = built_in_jobs(NUM_BUILT_IN, max_tokens=5)
     lines = read_back(jobs, tmp_path / "out")
     assert jobs.source == BUILT_IN
-    assert len({line.body["messages"][0]["content"] for line in lines}) == 128
+    assert len({line.body["messages"][0]["content"] for line in lines}) == NUM_BUILT_IN == 128
     assert {(line.body["max_tokens"], line.body["ignore_eos"]) for line in lines} == {(5, True)}
 
 

@@ -34,6 +34,7 @@ _PARTIAL = re.compile(r"\x1b(\[[\d;?]*)?$")
 _MOST_SCROLLED = 1000
 _MOST_PIECES = 50
 _PAUSE_SECONDS = 0.02
+_CLOSE_SECONDS = 15.0
 
 
 @dataclass
@@ -250,10 +251,24 @@ class Terminal:
         return self.process.wait(seconds)
 
     def close(self) -> None:
-        """End a command that still runs."""
+        """End a command that still runs: as a person would, so that it leaves nothing behind."""
+        if self.process.poll() is None:
+            self.interrupt()
+            self.interrupt()
+            self._drain(_CLOSE_SECONDS)
         self.process.kill()
         self.process.wait()
         os.close(self._leader)
+
+    def _drain(self, seconds: float) -> None:
+        """Read to the command's end, or for so long: one that cannot write does not end."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if select.select([self._leader], [], [], 0.1)[0]:
+                try:
+                    os.read(self._leader, 65536)
+                except OSError:
+                    return
 
     def _read(self, seconds: float) -> bool:
         """Read what is there within a time; False when there will be nothing more.

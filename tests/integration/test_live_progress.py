@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,12 @@ from redis import Redis
 from queue_service.batches import Batches
 from queue_service.connection import connect
 from queue_service.local_server import LocalServer
-from queue_service.settings import RedisSettings
+from queue_service.settings import PathSettings, RedisSettings
 from tests.cli_helpers import (
     FAKE_QSVC,
     QSVC,
     HandWorker,
+    assert_nothing_left_behind,
     chat_line,
     chat_lines,
     num_lines,
@@ -31,6 +32,13 @@ from tests.integration.test_overview import FAKE
 from tests.screen import Screen, terminal
 
 SLOW = {"FAKE_STEP_SECONDS": "0.03"}
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    """Every run, however it ends, leaves neither worker nor server behind."""
+    yield
+    assert_nothing_left_behind(PathSettings.load().cache_folder)
 
 
 def shows(pattern: str) -> Callable[[Screen], bool]:

@@ -38,7 +38,7 @@ TUTORIAL = "docs/tutorial.md"
 STRUCTURED = "docs/how-to/structured-output.md"
 PREFIXES = "docs/how-to/shared-prefixes.md"
 # Here the answers of a model are the point, so that the fake engine will not do.
-MODEL_PAGES = (STRUCTURED, PREFIXES)
+MODEL_PAGES = (TUTORIAL, STRUCTURED, PREFIXES)
 _FENCE = re.compile(
     r"(?:^<!-- (?P<word>not run|output): (?P<why>[^>]+?) -->\n)?"
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",

@@ -17,9 +17,7 @@ from queue_service.settings import RedisSettings
 from tests.cli_helpers import FAKE_QSVC, ROOT
 from tests.document_code import (
     MODEL_PAGES,
-    TUTORIAL,
     blocks_to_run,
-    copy_repository,
     documents,
     open_page,
     program_folder,
@@ -48,7 +46,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("document", [page for page in PAGES if page != TUTORIAL])
+@pytest.mark.parametrize("document", PAGES)
 def test_the_blocks_of_a_document_run_in_their_order(
     document: str,
     redis_url: str,
@@ -79,22 +77,6 @@ def test_the_blocks_of_a_document_run_in_their_order(
             assert output.endswith("Name three fruits.\n"), block.place
         if "$JOB" in block.text:
             assert "a job that streams" in output, block.place
-
-
-def test_the_tutorial_runs_with_the_fake_engine(
-    short_folder: Path, programs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = copy_repository(short_folder / "qsvc")
-    environment = short_folder / "environment"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin/activate").write_text(f"PATH={programs}\n")
-    env = {"QSVC_VENV": str(environment), "PYTHONPATH": str(folder)}
-    monkeypatch.chdir(folder)
-    with open_page(folder, env) as page:
-        shown = [page.run(block) for block in blocks_to_run(TUTORIAL)]
-    assert (folder / ".venv").resolve() == environment.resolve()
-    assert any("colour is answered: What colour" in output for output in shown)
-    assert any(output.startswith("Name three fruits.") for output in shown), "the application"
 
 
 def test_every_example_is_shown_in_a_document_as_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.cli_helpers import ROOT
+from tests.document_code import all_blocks, documents
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -100,10 +102,12 @@ def test_a_file_outside_the_documents_that_a_page_names_is_on_the_site(site: Pat
     assert "Unreleased" in (site / "changes.html").read_text(encoding="utf-8")
 
 
-def test_commands_are_shown_as_code_where_a_comment_stands_above_them(site: Path) -> None:
-    text = (site / "reliability.html").read_text(encoding="utf-8")
-    code = re.findall(r"<pre.*?</pre>", text, re.DOTALL)
-    assert any("scripts/chaos" in re.sub(r"<.*?>", "", one) for one in code)
+@pytest.mark.parametrize("document", [name for name in documents() if name != "README.md"])
+def test_every_block_of_a_document_is_shown_as_code(document: str, site: Path) -> None:
+    page = site / Path(document).relative_to("docs").with_suffix(".html")
+    shown = re.findall(r"<pre.*?</pre>", page.read_text(encoding="utf-8"), re.DOTALL)
+    texts = [html.unescape(re.sub(r"<.*?>", "", one)) for one in shown]
+    assert texts == [block.text for block in all_blocks(document)]
 
 
 @pytest.mark.parametrize(

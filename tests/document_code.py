@@ -74,8 +74,9 @@ class Block:
         if self.language == "sh":
             return [(self.text, "")]
         assert self.text.startswith("$ "), f"{self.place}: a console block begins with a command"
-        found = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]
-        return [(command, output) for command, _, output in (one.partition("\n") for one in found)]
+        # A command goes on in the next line where its line ends with a backslash.
+        found = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", self.text, re.MULTILINE)
+        return [(command, output) for command, output in found]
 
 
 def documents() -> list[str]:

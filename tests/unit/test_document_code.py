@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.cli_helpers import ROOT
+from tests.cli_helpers import ROOT, processes
 from tests.document_code import (
     LANGUAGES,
     Block,
@@ -16,9 +17,11 @@ from tests.document_code import (
     check_shell,
     code_blocks,
     documents,
+    open_page,
     parse_qsvc,
     shell_commands,
 )
+from tests.harness import eventually
 
 # What nobody pastes into a shell or an interpreter.
 OTHER_LANGUAGES = ("", "json", "mermaid", "redis", "text", "toml")
@@ -115,3 +118,36 @@ def test_options_of_groups_are_parsed() -> None:
     parse_qsvc(["cache", "prune", "--to", "10GB"])
     with pytest.raises(AssertionError, match="no qsvc cache prun"):
         parse_qsvc(["cache", "prun"])
+
+
+def block(text: str, language: str = "sh") -> Block:
+    return Block("a page", 1, language, text)
+
+
+def test_the_blocks_of_a_page_share_a_shell_and_a_folder(tmp_path: Path) -> None:
+    with open_page(tmp_path, {"FROM_OUTSIDE": "here"}) as page:
+        page.run(block("mkdir inner && cd inner\nname=value\nexport OTHER=$FROM_OUTSIDE\n"))
+        shown = page.run(block('sh -c \'echo "$OTHER"\'; echo "$name" > file; cat file; pwd\n'))
+    assert shown.split() == ["here", "value", str(tmp_path / "inner")]
+
+
+def test_what_a_page_leaves_running_is_ended_with_it(tmp_path: Path) -> None:
+    with open_page(tmp_path, {}) as page:
+        pid = int(page.run(block("sleep 600 &\necho $!\n")))
+    eventually(lambda: str(pid) not in map(str, processes("sleep", "600")), "it has ended")
+
+
+@pytest.mark.parametrize(
+    "text", ["false\n", "false | true\n", 'echo "$NO_SUCH_NAME"\n', "no-such-command\n", "exit 0\n"]
+)
+def test_a_block_that_fails_or_ends_the_shell_is_told(text: str, tmp_path: Path) -> None:
+    with open_page(tmp_path, {}) as page, pytest.raises(AssertionError, match="a page:1: failed"):
+        page.run(block(f"echo before\n{text}echo after\n"))
+
+
+def test_a_console_block_prints_what_it_shows(tmp_path: Path) -> None:
+    text = "$ echo one 1\none 2\n$ echo two \\\n    three\ntwo three\n"
+    with open_page(tmp_path, {}) as page:
+        page.run(block(text, "console"))
+        with pytest.raises(AssertionError, match="not printed"):
+            page.run(block(text.replace("two three\n", "two four\n"), "console"))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Where more than half of the cores had work already, the figures are of a busy machine.
 _BUSY_SHARE = 0.5
+_EQUAL_SHARE = 0.8
 
 
 def report_lines(report: BenchReport) -> tuple[list[Text], list[Text]]:
@@ -43,11 +44,12 @@ def report_lines(report: BenchReport) -> tuple[list[Text], list[Text]]:
     foot = [f"{one.rows} rows were not run: {one.reason}" for one in report.skipped]
     for run in report.runs:
         foot += _doubts(run)
-    loads = sorted(run.load for run in report.runs)
-    if loads and loads[-1] - loads[0] > _BUSY_SHARE * machine.cores:
+    cores = sorted(run.cores for run in report.runs if run.cores)
+    # What a CPU does for a GPU depends on the rows.
+    if machine.kind == "cpu" and cores and cores[0] < _EQUAL_SHARE * cores[-1]:
         foot.append(
-            f"the machine had more to do in some runs than in others (loads of {loads[0]:.1f} to "
-            f"{loads[-1]:.1f}): do not compare them closely"
+            f"other work took more from some runs than from others (the worker had {cores[0]:.2f} "
+            f"to {cores[-1]:.2f} cores): do not compare them closely"
         )
     if report.was_stopped:
         foot.append("stopped: the row counts that are missing were not run to their end")
@@ -173,5 +175,5 @@ _FIGURES: Sequence[tuple[str, Callable[[RunFigures], str]]] = (
     ("jobs failed", lambda run: str(run.failed)),
     ("worker restarts", lambda run: str(run.restarts)),
     ("seconds", lambda run: f"{run.seconds:,.1f}"),
-    ("load at its end", lambda run: f"{run.load:.1f}"),
+    ("cores busy with it", lambda run: f"{run.cores:.2f}" if run.cores else UNKNOWN),
 )

@@ -23,6 +23,7 @@ def ended_job(
     num_choices: int = 1,
     peak_bytes: int = 100,
     peak_kv_bytes: int = 10,
+    processor_seconds: float = 5.0,
 ) -> EndedJob:
     """A job that was answered."""
     return EndedJob(
@@ -37,16 +38,17 @@ def ended_job(
         error=None,
         peak_bytes=peak_bytes,
         peak_kv_bytes=peak_kv_bytes,
+        processor_seconds=processor_seconds,
     )
 
 
 def failed_job(error: str = "it is too long") -> EndedJob:
     """A job that was refused."""
-    return EndedJob("batch_1-2", 0.5, 0, 0, 0, 0, 0, None, error, 90, 9)
+    return EndedJob("batch_1-2", 0.5, 0, 0, 0, 0, 0, None, error, 90, 9, 1.0)
 
 
-def run_of(rows: int, *jobs: EndedJob, restarts: int = 0, load: float = 0.0) -> RunFigures:
-    return RunFigures.of(rows, jobs or [ended_job()], restarts=restarts, load=load)
+def run_of(rows: int, *jobs: EndedJob, restarts: int = 0) -> RunFigures:
+    return RunFigures.of(rows, jobs or [ended_job()], restarts=restarts)
 
 
 def run_at(rows: int, tokens_per_second: float, *, wait: float = 1.0) -> RunFigures:

@@ -15,6 +15,7 @@ ROW_BYTES = ((128, 1_000_000), (256, 2_000_000))
 def fake_look(*, kv_bytes: int = 10_000_000, load: float = 0.1) -> Look:
     machine = Machine(
         device="the CPU (a fake)",
+        kind="cpu",
         system="Linux x86_64, Python 3.11.7",
         cores=2,
         memory_bytes=8_000_000_000,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,9 +145,7 @@ class Bench:
                 if watched is None:
                     break
                 ended = watched.ended
-                load = round(os.getloadavg()[0], 2)
-                figures = RunFigures.of(rows, ended, restarts=watched.restarts, load=load)
-                report.runs.append(figures)
+                report.runs.append(RunFigures.of(rows, ended, restarts=watched.restarts))
             report.was_stopped = self._is_stopping
             return report
 

@@ -63,7 +63,7 @@ class RunFigures:
         peak_bytes: the most memory that model and rows took.
         peak_kv_bytes: of that, keys and values of rows.
         restarts: workers that died in it.
-        load: processes that wanted a core in its last minute, its own included.
+        cores: that the worker kept busy on average; fewer where other work took its turns.
     """
 
     rows: int
@@ -81,18 +81,17 @@ class RunFigures:
     peak_bytes: int
     peak_kv_bytes: int
     restarts: int
-    load: float
+    cores: float
 
     @classmethod
-    def of(
-        cls, rows: int, ended: Sequence[EndedJob], *, restarts: int = 0, load: float = 0.0
-    ) -> RunFigures:
+    def of(cls, rows: int, ended: Sequence[EndedJob], *, restarts: int = 0) -> RunFigures:
         """Return the figures of jobs that ended in one run."""
         timed = [(job, job.times) for job in ended if job.times is not None]
         seconds = 0.0
         if timed:
             last = max(times.ended for _, times in timed)
             seconds = last - min(job.claimed_at for job in ended)
+        processor_seconds = max((job.processor_seconds for job in ended), default=0.0)
         failures = [job.error for job in ended if job.error is not None]
         return cls(
             rows=rows,
@@ -110,7 +109,7 @@ class RunFigures:
             peak_bytes=max((job.peak_bytes for job in ended), default=0),
             peak_kv_bytes=max((job.peak_kv_bytes for job in ended), default=0),
             restarts=restarts,
-            load=load,
+            cores=processor_seconds / seconds if seconds > 0 and not restarts else 0.0,
         )
 
     @property

@@ -28,6 +28,7 @@ class Machine:
 
     Attributes:
         device: where MLX computes, for people.
+        kind: ``cpu`` or ``gpu``.
         system: operating system and Python.
         memory_bytes: of the machine, or what its container may use.
         usable_bytes: what a worker may use of it, or of a GPU's.
@@ -36,6 +37,7 @@ class Machine:
     """
 
     device: str
+    kind: str
     system: str
     cores: int
     memory_bytes: int
@@ -102,7 +104,7 @@ def look(settings: WorkerSettings) -> Look:
     from workers import memory
     from workers.fit import read_shape
     from workers.kv_blocks import capacity_for
-    from workers.models import find_model
+    from workers.models import device_kind, find_model
 
     name = settings.model or ""
     find_model(name)
@@ -115,6 +117,7 @@ def look(settings: WorkerSettings) -> Look:
         num_tokens = most + 1
     machine = Machine(
         device=memory.describe_device(),
+        kind=device_kind(),
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         cores=os.cpu_count() or 1,
         memory_bytes=memory.host_bytes(),

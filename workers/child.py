@@ -170,6 +170,7 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
     generator, (_, card) = parts["generator"], parts["model_card"]
     totals = Totals()
     metrics = _serve_metrics(settings, generator, totals, card)
+    loaded_at = time.process_time()
 
     def on_end(result: Result, outcome: Outcome) -> None:
         if metrics is not None:
@@ -180,6 +181,7 @@ def build_worker(settings: ChildSettings, load: Loader, reporter: Reporter) -> B
                 outcome,
                 peak_bytes=generator.peak_bytes,
                 peak_kv_bytes=generator.peak_kv_bytes,
+                processor_seconds=time.process_time() - loaded_at,
             )
             reporter.report(JOB_EVENT, **ended.to_event())
 

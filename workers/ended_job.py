@@ -22,6 +22,7 @@ class EndedJob:
         error: why it has none, as a person may read it.
         peak_bytes: the most memory that the worker's model and rows had taken by then.
         peak_kv_bytes: likewise keys and values of rows.
+        processor_seconds: that the worker's threads had taken since its model was loaded.
     """
 
     job_id: str
@@ -35,9 +36,18 @@ class EndedJob:
     error: str | None
     peak_bytes: int
     peak_kv_bytes: int
+    processor_seconds: float
 
     @classmethod
-    def of(cls, result: Result, outcome: Outcome, *, peak_bytes: int, peak_kv_bytes: int) -> Self:
+    def of(
+        cls,
+        result: Result,
+        outcome: Outcome,
+        *,
+        peak_bytes: int,
+        peak_kv_bytes: int,
+        processor_seconds: float,
+    ) -> Self:
         """Return what is told of a result and what was written for it."""
         answer = result if isinstance(result, Generated) else None
         return cls(
@@ -52,6 +62,7 @@ class EndedJob:
             error=None if outcome.error is None else str(outcome.error["message"]),
             peak_bytes=peak_bytes,
             peak_kv_bytes=peak_kv_bytes,
+            processor_seconds=processor_seconds,
         )
 
     def to_event(self) -> dict[str, Any]:

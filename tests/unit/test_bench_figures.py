@@ -95,6 +95,12 @@ def test_a_job_that_failed_counts_as_failed_and_has_no_times() -> None:
     assert run.job == Spread(4.0, 4.0)
 
 
+def test_cores_are_processor_time_over_time_and_unknown_where_a_worker_died() -> None:
+    jobs = [ended_job(ended=5.0, processor_seconds=s) for s in (2.0, 6.0)]
+    assert run_of(2, *jobs).cores == 1.2
+    assert run_of(2, *jobs, restarts=1).cores == 0.0
+
+
 def test_a_run_of_failures_alone_has_figures() -> None:
     run = run_of(1, failed_job())
     assert (run.seconds, run.tokens_per_second, run.job, run.most_rows) == (0.0, 0.0, None, 0)
@@ -130,7 +136,7 @@ def test_a_job_is_told_as_json_and_read_back() -> None:
         make_request("hi", claimed=claimed), choices, 3, RunTimes(1.0, 1.5, 2.0, 4.0)
     )
     written = outcome(Ending.FINISHED, prompt_tokens=5, completion_tokens=2, cached_tokens=3)
-    job = EndedJob.of(result, written, peak_bytes=7, peak_kv_bytes=6)
+    job = EndedJob.of(result, written, peak_bytes=7, peak_kv_bytes=6, processor_seconds=1.5)
     event = json.loads(json.dumps({"event": "job", **job.to_event()}))
     assert EndedJob.from_event(event) == job
     assert (job.new_tokens, job.first_token_seconds, job.between_tokens_seconds) == (2, 0.5, 2.0)
@@ -139,6 +145,12 @@ def test_a_job_is_told_as_json_and_read_back() -> None:
 def test_a_job_without_an_answer_is_told_with_its_reason() -> None:
     refused = Refused(make_claimed(job_id="b-1", execution_id="e"), ValueError("no"))
     error = {"message": "no such thing", "code": "x"}
-    job = EndedJob.of(refused, outcome(Ending.FAILED, error=error), peak_bytes=0, peak_kv_bytes=0)
+    job = EndedJob.of(
+        refused,
+        outcome(Ending.FAILED, error=error),
+        peak_bytes=0,
+        peak_kv_bytes=0,
+        processor_seconds=0,
+    )
     assert EndedJob.from_event(json.loads(json.dumps(job.to_event()))) == job
     assert (job.times, job.error, job.seconds) == (None, "no such thing", None)

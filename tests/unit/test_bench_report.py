@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -73,10 +74,13 @@ def test_a_busy_machine_is_told() -> None:
     assert "1.5 processes wanted one of 2 cores" in head_of(report)
 
 
-def test_runs_on_a_machine_with_unequal_load_are_not_to_be_compared() -> None:
-    told = "loads of 1.0 to 4.5"
-    assert told in foot_of(report_of([run_of(1, load=4.5), run_of(8, load=1.0)]))
-    assert "loads of" not in foot_of(report_of([run_of(1, load=1.5), run_of(8, load=1.0)]))
+def test_runs_from_which_other_work_took_unequal_shares_are_not_to_be_compared() -> None:
+    whole, half = (run_of(1, ended_job(processor_seconds=s)) for s in (6.0, 3.0))
+    report = report_of([whole, half])
+    assert "the worker had 0.60 to 1.20 cores" in foot_of(report)
+    assert "cores" not in foot_of(report_of([half, half]))
+    report.look = replace(report.look, machine=replace(report.look.machine, kind="gpu"))
+    assert "cores" not in foot_of(report)
 
 
 def test_a_name_cannot_steer_the_terminal() -> None:

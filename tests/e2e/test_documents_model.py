@@ -88,9 +88,13 @@ def test_the_tutorial_is_followed_in_a_fresh_checkout(
     checkout = copy_repository(folder / "qsvc")
     env = {"QSVC_VENV": sys.prefix, "PYTHONPATH": str(checkout)}
     monkeypatch.chdir(checkout)
-    with open_page(checkout, env) as page:
-        blocks = blocks_to_run(TUTORIAL)
-        shown = {block.text: page.run(block, seconds=180) for block in blocks}
+    try:
+        with open_page(checkout, env) as page:
+            blocks = blocks_to_run(TUTORIAL)
+            shown = {block.text: page.run(block, seconds=180) for block in blocks}
+    finally:
+        # The tutorial's last commands stop it; a test that fails before them leaves none behind.
+        LocalServer(checkout / "server").stop()
     assert shown["python examples/ask.py\n"].strip(), "the application's answer"
     lines = read_output(checkout / "answers.jsonl")
     assert custom_ids_of(lines) == ["colour", "count", "wrong"]

@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "top": "cli.top_command",
     "results": "cli.results_command",
     "tail": "cli.tail_command",
+    "trace": "cli.trace_command",
     "cancel": "cli.cancel_command",
     "retry": "cli.retry_command",
     "batches": "cli.batches_command",

@@ -40,6 +40,7 @@ _MOST_SHOWN = 10
 @click.option("--key", default="", help="Tells submissions of the same file apart.")
 @click.option("--new", "is_fresh", is_flag=True, help="A fresh run, though the file ran before.")
 @click.option("--stream", is_flag=True, help="Write every line's text to its stream as it comes.")
+@click.option("--trace", "is_traced", is_flag=True, help="Keep every line's trace (qsvc trace).")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
 @click.option(
     "--plan/--no-plan",
@@ -65,6 +66,7 @@ def command(
     key: str,
     is_fresh: bool,
     stream: bool,
+    is_traced: bool,
     strict: bool,
     plan: bool | None,
     dry_run: bool,
@@ -90,6 +92,7 @@ def command(
         model=model or name,
         key=secrets.token_hex(8) if is_fresh else key,
         stream=stream,
+        trace=is_traced,
         strict=strict,
         expires_in_seconds=expires_in,
         metadata=_pairs(metadata),

@@ -123,6 +123,11 @@ def watch(job_id: str) -> str:
     return f"{PREFIX}:watch:{job_id}"
 
 
+def trace(job_id: str) -> str:
+    """List of the traces of a job's executions, each as JSON."""
+    return f"{PREFIX}:trace:{job_id}"
+
+
 def progress(job_id: str, execution_id: str) -> str:
     """List: how far an execution has come (a header, then packed token ids)."""
     return f"{PREFIX}:progress:{job_id}:{execution_id}"

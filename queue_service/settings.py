@@ -212,6 +212,11 @@ class WorkerSettings(Section):
     engine_stall_seconds: Seconds = Field(
         300.0, description="Time without engine progress after which the worker is restarted."
     )
+    trace_every: NonNegativeInt = Field(
+        0,
+        description="Of so many jobs one is traced, for `qsvc trace`; 0 for those submitted with"
+        " --trace alone.",
+    )
     metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
         None, description="Port for Prometheus's /metrics, 0 for a free one; unset: no metrics."
     )

@@ -42,6 +42,7 @@ class SubmitOptions:
         model: the model that will answer, for people to read.
         key: tells two submissions of the same content apart.
         stream: every line's text goes to its job's stream as it comes.
+        trace: every line's trace is kept, for `qsvc trace`.
         strict: one bad line refuses the whole file before anything is queued.
         expires_in_seconds: lines that have not ended by then are given up.
         metadata: the caller's own words, kept with the batch.
@@ -51,6 +52,7 @@ class SubmitOptions:
     model: str
     key: str = ""
     stream: bool = False
+    trace: bool = False
     strict: bool = False
     expires_in_seconds: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -265,6 +267,7 @@ class Feeder:
                     last_line,
                     "1" if is_last else "0",
                     line_before,
+                    "1" if options.trace else "0",
                 ]
                 yield num_lines, is_last, head + args
 

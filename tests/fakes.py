@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from queue_service.errors import RequestError
-from workers.engine import Event, Failed, RowRequest, Token, TokenLogprobs
+from workers.engine import Event, Failed, RowRequest, StepWork, Token, TokenLogprobs
 from workers.errors import TransientError
 from workers.generation import EngineParts
 from workers.model_info import ModelInfo
@@ -66,6 +66,7 @@ class FakeEngine:
     step_seconds: float = 0.0
     rows: dict[str, _Row] = field(default_factory=dict)
     batch_sizes: list[int] = field(default_factory=list)
+    on_step: Callable[[StepWork], None] | None = None
 
     def add(self, requests: Iterable[RowRequest]) -> None:
         for request in requests:
@@ -79,8 +80,12 @@ class FakeEngine:
             self.rows.pop(row_id, None)
 
     def step(self) -> list[Event]:
+        began = time.monotonic()
         if self.step_seconds:
             time.sleep(self.step_seconds)
+        if self.on_step is not None:
+            new = [(i, len(r.request.prompt_ids)) for i, r in self.rows.items() if not r.position]
+            self.on_step(StepWork(began, new, list(self.rows)))
         self.batch_sizes.append(len(self.rows))
         events: list[Event] = []
         for row_id, row in list(self.rows.items()):

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
 
-from workers.engine import Event, RowRequest, Token
+from workers.engine import Event, RowRequest, StepWork, Token
 from workers.mlx_sampling import draw, greedy
 from workers.sampling import SamplingPlan
 
@@ -66,6 +66,7 @@ class ReferenceEngine:
             prefill_batch_size=min(prefill_rows, max_rows),
             prefill_step_size=prefill_step_tokens,
         )
+        self.on_step: Callable[[StepWork], None] | None = None
         self._row_ids: dict[int, str] = {}
         self._uids: dict[str, int] = {}
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from workers.checkpoint_tier import CheckpointTier
-from workers.engine import Begun, Event, Failed, Kept, RowRequest, Token
+from workers.engine import Begun, Event, Failed, Kept, RowRequest, StepWork, Token
 from workers.errors import InsufficientMemory, InvalidLogits
 from workers.memory import MemoryGuard, Pressure
 from workers.mlx_logits import (
@@ -123,6 +123,7 @@ class BatchEngine:
         self._pace = pace or PrefillPace()
         self._memory = memory
         self._clock = clock
+        self.on_step: Callable[[StepWork], None] | None = None
         self._rows: dict[str, _Row] = {}
         self._scheduler = Scheduler(policy, runner.row_bytes)
         self._launched: _Launched | None = None
@@ -263,6 +264,10 @@ class BatchEngine:
             if row_id in self._rows:
                 self._prefixes.add_again(row_id, tuple(self._rows[row_id].tokens))
         self._observe(began, before, num_prompt_tokens)
+        if self.on_step is not None:
+            chunks = [(chunk.sequence_id, chunk.stop - chunk.start) for chunk in plan.chunks]
+            decoded = [row.request.row_id for row in before.rows] if before is not None else ()
+            self.on_step(StepWork(began, chunks, decoded))
         self._keep_memory()
 
     def _plan(self, now: float) -> Plan:

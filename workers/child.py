@@ -42,6 +42,7 @@ from workers.rq_worker import BatchWorker, EngineFailed, ResultQueue
 from workers.sampling import SamplingDefaults
 from workers.token_history import TokenHistory
 from workers.totals import Totals
+from workers.tracing import Tracer
 from workers.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class WorkerParts(TypedDict):
     aftercare: Aftercare
     broker: Broker
     model_card: tuple[str, Mapping[str, str]]
+    tracer: Tracer
 
 
 Loader = Callable[[ChildSettings], ServedModel]
@@ -235,7 +237,8 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         results.put(result)
         waiting_room.leave(result.claimed.execution_id)
 
-    publisher = make_publisher(broker, settings.worker, deliver, results.fail)
+    tracer = Tracer(settings.name, settings.worker.trace_every)
+    publisher = make_publisher(broker, settings.worker, deliver, results.fail, tracer)
     loaded: list[ServedModel] = []
     is_loaded = threading.Event()
 
@@ -260,6 +263,7 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         # More than run at a time: what comes next is looked for on disk, or meets its like.
         max_rows=settings.worker.most_with_engine,
         on_kept=on_kept,
+        tracer=tracer,
     )
     notes = BegunNotes.of_file(settings.begun_file)
     waiting_room = WaitingRoom(
@@ -285,6 +289,7 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         deliver=results.put,
         crash_retries=settings.worker.crash_retries,
         foresees=served.history is not None,
+        tracer=tracer,
         figures=served.figures,
         on_stop=served.close,
     )
@@ -308,6 +313,7 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         ),
         broker=broker,
         model_card=(settings.alias, _model_card(served.info)),
+        tracer=tracer,
     )
 
 

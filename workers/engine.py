@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -128,8 +128,29 @@ class Failed:
 Event = Begun | Token | Kept | Failed
 
 
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step did.
+
+    Attributes:
+        began: seconds of the monotonic clock.
+        chunks: rows whose prompts it took in, and how many tokens of each.
+        decoded: rows that have a token more with it.
+    """
+
+    began: float
+    chunks: Sequence[tuple[str, int]]
+    decoded: Sequence[str]
+
+
 class Engine(Protocol):
-    """Generates tokens for many rows at once. Every method is called on the engine thread."""
+    """Generates tokens for many rows at once. Every method is called on the engine thread.
+
+    Attributes:
+        on_step: told what each step did, if anybody wants to know.
+    """
+
+    on_step: Callable[[StepWork], None] | None
 
     def add(self, requests: Iterable[RowRequest]) -> None:
         """Take requests in; they join the batch as rows when there is room for them."""

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from queue_service.trace import Phase
 from workers.answer import AnswerDecoder, ChoiceBuilder
 from workers.answer_forms import Piece
 from workers.engine import Begun, Engine, Failed, Kept, RowRequest, Token, TokenLogprobs
 from workers.requests import Generated, PreparedRequest, RunTimes
+from workers.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class GenerationThread:
         max_rows: rows handed to the engine at a time; more wait inside the thread.
         on_kept: called on the engine thread with the tokens of a chat that a later prompt may
             go on with.
+        tracer: notes when what happened; None for nobody.
         clock: seconds, monotonic.
     """
 
@@ -120,9 +123,11 @@ class GenerationThread:
         on_failure: Callable[[BaseException], None],
         max_rows: int,
         on_kept: Callable[[Sequence[int]], None] = lambda _: None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
+        self._tracer = tracer
         self._make_parts = make_parts
         self._sink = sink
         self._on_failure = on_failure
@@ -173,6 +178,8 @@ class GenerationThread:
     def _run(self) -> None:
         try:
             parts = self._make_parts()
+            if self._tracer is not None:
+                parts.engine.on_step = self._tracer.note_step
             while not self._stopping.is_set():
                 self._turn(parts)
         except BaseException as failure:  # the top of the thread: its owner decides
@@ -204,6 +211,12 @@ class GenerationThread:
                     job.admitted = stepped_at  # the event comes after the step's work on its prompt
                 if job.note_cached(choice, event.cached_tokens):
                     self._sink.note_cached(job.request.execution_id, job.cached_tokens)
+                    if self._tracer is not None:
+                        self._tracer.mark(
+                            job.request.execution_id,
+                            Phase.CACHE_RESTORE,
+                            tokens=event.cached_tokens,
+                        )
                 continue
             if isinstance(event, Failed):
                 self._fail(parts.engine, job, event.error)
@@ -263,6 +276,8 @@ class GenerationThread:
                 self._sink.fail(request.execution_id, error)
                 continue
             job = _Job(request, builders, began=self._clock())
+            if self._tracer is not None:
+                self._tracer.until_now(request.execution_id, Phase.ENGINE_REQUEST_WAIT)
             if request.resumed is not None:
                 job.cached_tokens = request.resumed.header.cached_tokens
             self._jobs[request.execution_id] = job
@@ -311,6 +326,8 @@ class GenerationThread:
     def _advance(self, engine: Engine, job: _Job, choice: int, token: Token) -> None:
         if job.first_token is None:
             job.first_token = self._clock()
+            if self._tracer is not None:
+                self._tracer.mark(job.request.execution_id, Phase.FIRST_TOKEN)
         builder = job.builders[choice]
         pieces = builder.push(token)
         self._sink.advance(job.request.execution_id, choice, token.token_id, pieces, token.logprobs)

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from queue_service.broker import Broker, Claimed
 from queue_service.errors import RequestError
 from queue_service.settings import WorkerSettings
+from queue_service.trace import Phase
 from workers.begun import BegunNotes
 from workers.errors import WorkerLost
 from workers.generation import GenerationThread
 from workers.preparation import Preparer
 from workers.publisher import Publisher
 from workers.requests import PreparedRequest, Refused, Result
+from workers.tracing import Tracer
 from workers.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class EngineGenerator:
         notes: has what is being prepared; the waiting room notes what is with the engine.
         deliver: takes what cannot be run; called on several threads, returns at once.
         foresees: it is of use to know what comes next.
+        tracer: notes when what happened; None for nobody.
         figures: more of them for the worker's card.
         on_stop: called when all threads have ended.
     """
@@ -53,6 +56,7 @@ class EngineGenerator:
         deliver: Callable[[Result], None],
         crash_retries: int,
         foresees: bool = False,
+        tracer: Tracer | None = None,
         figures: Callable[[], Mapping[str, str]] = dict,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -64,6 +68,7 @@ class EngineGenerator:
         self._deliver = deliver
         self._crash_retries = crash_retries
         self.foresees = foresees
+        self._tracer = tracer
         self._figures = figures
         self._on_stop = on_stop
         self._pool = ThreadPoolExecutor(_PREPARATION_THREADS, thread_name_prefix="prepare")
@@ -73,6 +78,9 @@ class EngineGenerator:
 
     def submit(self, claimed: Sequence[Claimed]) -> None:
         """Prepare and run these."""
+        if self._tracer is not None:
+            for one in claimed:
+                self._tracer.begin(one)
         with self._lock:
             self._preparing.update(one.execution_id for one in claimed)
         size = _PREPARATION_CHUNK if len(claimed) < _MANY_CLAIMED else len(claimed)
@@ -153,6 +161,8 @@ class EngineGenerator:
                 waiting, ready, began = [], [], time.monotonic()
             waiting.append(one)
             self._notes.begin(one.execution_id)
+            if self._tracer is not None:
+                self._tracer.until_now(one.execution_id, Phase.REQUEST_WAIT)
             try:
                 if one.deaths > self._crash_retries:
                     raise WorkerLost(one.deaths)
@@ -166,6 +176,8 @@ class EngineGenerator:
                 ready.append(request)
             finally:
                 self._notes.end(one.execution_id)
+                if self._tracer is not None:
+                    self._tracer.until_now(one.execution_id, Phase.REQUEST_PREPARE)
         self._hand_over(waiting, ready)
 
     def _expect(self, coming: Sequence[Claimed]) -> None:
@@ -195,6 +207,7 @@ def make_publisher(
     settings: WorkerSettings,
     deliver: Callable[[Result], None],
     on_failure: Callable[[BaseException], None],
+    tracer: Tracer | None = None,
 ) -> Publisher:
     """Return a publisher with the worker's intervals; its lost executions end at the next beat."""
     return Publisher(
@@ -204,4 +217,5 @@ def make_publisher(
         lost=lambda execution_id: logger.debug("text refused execution=%s", execution_id),
         stream_interval_seconds=settings.publish_interval_seconds,
         progress_interval_seconds=settings.progress_interval_seconds,
+        tracer=tracer,
     )

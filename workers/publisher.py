@@ -17,9 +17,11 @@ from redis.exceptions import RedisError
 
 from queue_service.broker import Broker, Publication
 from queue_service.progress import TokenScores, encode_scores, encode_tokens
+from queue_service.trace import Phase
 from workers.answer_forms import Piece, PieceKind
 from workers.engine import TokenLogprobs
 from workers.requests import Generated, PreparedRequest, Refused, Result
+from workers.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class Publisher:
         lost: called with an execution that is not ours any more.
         stream_interval_seconds: text is gathered this long, except a row's first token.
         progress_interval_seconds: token ids are gathered this long.
+        tracer: notes when what happened; None for nobody.
         clock: seconds, monotonic.
     """
 
@@ -126,6 +129,7 @@ class Publisher:
         on_failure: Callable[[BaseException], None],
         stream_interval_seconds: float,
         progress_interval_seconds: float,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broker = broker
@@ -135,6 +139,7 @@ class Publisher:
         self._stream_interval = stream_interval_seconds
         self._progress_interval = progress_interval_seconds
         self._clock = clock
+        self._tracer = tracer
         self._channels: dict[str, _Channel] = {}
         self._lock = threading.Lock()
         # Held while what was collected is written, so that no reply is taken for that of another.
@@ -315,6 +320,9 @@ class Publisher:
             if publications:
                 kept = self._broker.publish(publications, keep_seconds=KEEP_SECONDS)
                 for publication, is_ours in zip(publications, kept, strict=True):
+                    if self._tracer is not None and publication.number == 1 and publication.entries:
+                        execution_id = publication.claimed.execution_id
+                        self._tracer.span(execution_id, Phase.STREAM_FIRST_WRITE, now)
                     self._written(publication.claimed.execution_id, is_ours=is_ours)
             self._deliver_ended()
 

@@ -23,6 +23,7 @@ from redis.exceptions import (
     ConnectionError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisError,
     TimeoutError,
 )
 from rq.exceptions import NoSuchJobError
@@ -37,6 +38,7 @@ from queue_service.errors import ConfigurationError
 from queue_service.rqcompat import SafeJob, SafeQueue
 from queue_service.settings import WorkerSettings
 from queue_service.sweeper import Sweeper
+from queue_service.trace import save_trace
 from workers.aftercare import Aftercare
 from workers.claim_pace import ClaimPace
 from workers.errors import Stopped, TimedOut
@@ -44,6 +46,7 @@ from workers.outcomes import OutcomeWriter
 from workers.preparation import timeout_seconds
 from workers.requests import Generated, Refused, Result
 from workers.totals import Totals
+from workers.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +180,7 @@ class BatchWorker(BaseWorker):
         broker: the scripts, for these queues and this name.
         model_card: published for the model's alias while the worker lives.
         totals: counts what this worker has done.
+        tracer: has the traces of jobs that are traced; None traces none.
         on_end: told of each job whose end was accepted, and will not run again.
     """
 
@@ -198,6 +202,7 @@ class BatchWorker(BaseWorker):
         broker: Broker,
         model_card: tuple[str, Mapping[str, str]],
         totals: Totals | None = None,
+        tracer: Tracer | None = None,
         on_end: Callable[[Result, Outcome], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         on_turn: Callable[[], None] = lambda: None,
@@ -214,6 +219,7 @@ class BatchWorker(BaseWorker):
         self._sweeper = Sweeper(connection)
         self._model_card = model_card
         self._totals = totals if totals is not None else Totals()
+        self._tracer = tracer
         self._on_end = on_end
         self._clock = clock
         self._on_turn = on_turn
@@ -569,6 +575,7 @@ class BatchWorker(BaseWorker):
                 self.num_done += 1
                 self._totals.count(outcome)
                 self._on_end(result, outcome)
+                self._keep_trace(claimed, outcome.ending.value)
                 if outcome.error is not None:
                     code = outcome.error["code"]
                     logger.info("job failed job=%s code=%s", claimed.job_id, code)
@@ -578,12 +585,22 @@ class BatchWorker(BaseWorker):
                     )
             elif reply == "retry":
                 self._totals.retried += 1
+                self._keep_trace(claimed, "retried")
                 logger.info("job will be tried again job=%s", claimed.job_id)
             else:
                 self._totals.refused += 1
                 logger.warning("job result refused job=%s because=%s", claimed.job_id, reply)
         if not self._load():
             self._show_state()
+
+    def _keep_trace(self, claimed: Claimed, outcome: str) -> None:
+        trace = self._tracer.finish(claimed.execution_id, outcome) if self._tracer else None
+        if trace is None:
+            return
+        try:
+            save_trace(self.connection, trace)
+        except RedisError as error:  # the job's end is written: nothing else may fail for this
+            logger.warning("a trace is lost job=%s (%s)", claimed.job_id, error)
 
     def _heartbeat(self) -> None:
         held = [*self._running.values(), *(claimed for claimed, _ in self._unsaved)]

@@ -62,7 +62,7 @@ local function delete_job(id, queue)
   end
   drop_progress(id, redis.call('HMGET', jk, 'qsvc_execution', 'qsvc_resume'))
   redis.call('DEL', jk, RQ .. ':results:' .. id, executions, jk .. ':dependents',
-    jk .. ':dependencies', 'qsvc:stream:' .. id)
+    jk .. ':dependencies', 'qsvc:stream:' .. id, 'qsvc:trace:' .. id)
   for _, registry in ipairs({':finished:', ':failed:', ':canceled:', ':scheduled:'}) do
     redis.call('ZREM', RQ .. registry .. queue, id)
   end

@@ -5,6 +5,7 @@
 --      5 qsvc:batch:<id>  6 qsvc:batch:<id>:lines  7 qsvc:batch:<id>:errors
 -- ARGV 1 batch id  2 queue name  3 iso time  4 description  5 format version  6 stream flag
 --      7 last line of the chunk  8 '1' when it is the last chunk  9 the last line before the chunk
+--      10 '1' when the lines are to be traced
 --      then per line: number, custom id, meta (JSON), job data (zlib) or '', error (JSON) or '',
 --      what its prompt shares with other lines (qsvc_prefix) or ''
 -- Writes also rq:job:<batch>-<line>, qsvc:batch:<id>:done, qsvc:batch:<id>:outcomes.
@@ -17,7 +18,7 @@ local cursor = tonumber(b[2] or 0)
 if cursor < tonumber(ARGV[9]) then return {'gap', 0} end
 local total, failed = 0, 0
 local listed, queued = {}, {}
-for i = 10, #ARGV, 6 do
+for i = 11, #ARGV, 6 do
   local line, custom_id, meta, data, err, prefix = unpack(ARGV, i, i + 5)
   if tonumber(line) > cursor then
     total = total + 1
@@ -28,6 +29,7 @@ for i = 10, #ARGV, 6 do
         'enqueued_at', ARGV[3], 'origin', ARGV[2], 'description', ARGV[4], 'data', data,
         'meta', meta, 'timeout', '-1', 'qsvc_v', ARGV[5], 'qsvc_batch', ARGV[1],
         'qsvc_line', line, 'qsvc_stream', ARGV[6])
+      if ARGV[10] == '1' then redis.call('HSET', job_key(id), 'qsvc_trace', '1') end
       if prefix ~= '' then redis.call('HSET', job_key(id), 'qsvc_prefix', prefix) end
       queued[#queued + 1] = id
     else

@@ -448,6 +448,7 @@ def test_an_impossible_path_is_refused() -> None:
         ("tail.gz", gzip.compress(CONTENT) + b"tail"),
         ("tail.zst", zstd(CONTENT) + b"tail"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_compression_is_refused_before_a_line_is_used(
     tmp_path: Path, name: str, stored: bytes

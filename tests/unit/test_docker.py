@@ -233,7 +233,7 @@ def test_every_named_volume_is_declared_and_every_file_is_there() -> None:
             assert waited_for in SERVICES
 
 
-@pytest.mark.parametrize("service", set(SERVICES) - {"worker"})
+@pytest.mark.parametrize("service", sorted(set(SERVICES) - {"worker"}))
 def test_a_health_check_asks_at_a_port_of_its_service(service: str) -> None:
     health = SERVICES[service]["healthcheck"]
     assert health["test"][0] == "CMD"

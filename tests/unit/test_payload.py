@@ -146,7 +146,7 @@ def test_a_pickle_that_would_run_a_command_is_refused(protocol: int, tmp_path: P
     [
         Path,
         print,
-        datetime.now(UTC),
+        datetime(2026, 1, 1, tzinfo=UTC),
         {1, 2},
         frozenset({1}),
         1j,

@@ -23,6 +23,7 @@ from queue_service.errors import ServerUnavailable
 from queue_service.local_server import LocalServer
 from queue_service.results import read_job
 from queue_service.settings import RedisSettings
+from queue_service.submission import wait_for_disk
 from tests.chaos.proxy import Proxy
 from tests.chaos.rig import LEASE_SECONDS, QUEUE, Rig, paused, wait_seconds
 from tests.harness import enqueue_chat, eventually, running_worker, worker_settings
@@ -84,6 +85,7 @@ def test_a_worker_that_dies_while_the_server_is_away_is_taken_over_by_its_next(
     rig.start_worker("a")
     rig.wait_for_holding("a", 16)
     pid = rig.child_pid("a")
+    assert wait_for_disk(rig.connection)  # else the jobs may be queued as before when it is back
     kill_server(rig.server)
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()

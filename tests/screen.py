@@ -189,6 +189,10 @@ class Screen:
                 raise AssertionError(f"unknown mode: {mode}")
 
 
+def _hear_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A command that runs in a terminal of its own.
 
@@ -220,6 +224,8 @@ class Terminal:
             stdout=follower if stdout is None else stdout,
             stderr=follower,
             start_new_session=True,
+            # As a person's terminal does, also where the tests run in the background.
+            preexec_fn=_hear_interrupts,
         )
         os.close(follower)
 

@@ -722,16 +722,22 @@ def test_hashes_of_garbage_hurt_nobody_else(redis: Redis, redis_url: str) -> Non
     with busy_worker(redis, redis_url) as worker:
         broken = []
         for name, value in garbage.items():
-            job = enqueue(redis, "x", at_front=True)
-            redis.hset(keys.rq_job(job.id), name, value)
+            # At once: a worker that has claimed it meanwhile would see it change.
+            with redis.pipeline() as pipeline:
+                job = enqueue(redis, "x", at_front=True, pipeline=pipeline)
+                pipeline.hset(keys.rq_job(job.id), name, value)
+                pipeline.execute()
             broken.append(job)
         batches = Batches(redis)
         batches.create(
             "victim", endpoint=Endpoint.CHAT, queue=QUEUE, model="fake", retention_seconds=60
         )
         for line in ("x", "-1", str(2**40)):
-            job = enqueue(redis, "x", at_front=True)
-            redis.hset(keys.rq_job(job.id), mapping={"qsvc_batch": "victim", "qsvc_line": line})
+            with redis.pipeline() as pipeline:
+                job = enqueue(redis, "x", at_front=True, pipeline=pipeline)
+                fields = {"qsvc_batch": "victim", "qsvc_line": line}
+                pipeline.hset(keys.rq_job(job.id), mapping=fields)
+                pipeline.execute()
             broken.append(job)
         redis.set(keys.rq_job("wrong-type"), "no hash")
         redis.lpush(keys.rq_queue(QUEUE), "wrong-type")

@@ -16,6 +16,7 @@ import select
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,8 +190,14 @@ class Screen:
                 raise AssertionError(f"unknown mode: {mode}")
 
 
-def _hear_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# A program hears Ctrl-C as it does from a person's terminal, also where the tests run in the
+# background of a shell that ignores it.
+_HEARING = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execvp(sys.argv[1], sys.argv[1:])",
+)
 
 
 class Terminal:
@@ -217,15 +224,13 @@ class Terminal:
         for name in ("COLUMNS", "LINES", "CI"):
             environment.pop(name, None)
         self.process = subprocess.Popen(
-            [*map(str, command)],
+            [*_HEARING, *map(str, command)],
             cwd=ROOT,
             env=environment,
             stdin=follower,
             stdout=follower if stdout is None else stdout,
             stderr=follower,
             start_new_session=True,
-            # As a person's terminal does, also where the tests run in the background.
-            preexec_fn=_hear_interrupts,
         )
         os.close(follower)
 

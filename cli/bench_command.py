@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +12,7 @@ from rich.console import Console
 from cli.bench_chart import chart
 from cli.bench_report import report_lines, report_object, report_table
 from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
-from cli.options import has_worker_packages, json_text, say
+from cli.options import has_worker_packages, json_text, on_stop, say
 from cli.progress import Progress
 from queue_service.batch_file import open_batch
 from queue_service.errors import ConfigurationError, ModelUnavailable
@@ -133,11 +131,7 @@ def _measure(work: BenchJobs, rows: tuple[int, ...], worker: WorkerSettings) -> 
         on_note=shown.note,
     )
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        run.stop()
-
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wanted, stop)
+    on_stop(run.stop)
     try:
         return run.run()
     finally:

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.printable import printable
-from cli.terminal import UNKNOWN, gigabytes, share
+from cli.terminal import UNKNOWN, share
+from queue_service.doctor import gigabytes
 
 if TYPE_CHECKING:
     from workers.bench import BenchReport

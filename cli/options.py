@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import json
 import re
+import signal
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -37,6 +39,16 @@ def json_option(command: _Command) -> _Command:
     return click.option(
         "--json", "as_json", is_flag=True, help="Print JSON on standard output, and nothing else."
     )(command)
+
+
+def on_stop(stop: Callable[[], None]) -> None:
+    """Let Ctrl-C, SIGTERM and SIGHUP call something from here on, instead of ending the process."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        stop()
+
+    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(wanted, handle)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
-from cli.options import json_option, print_json, say
+from cli.options import json_option, on_stop, print_json, say
 from cli.progress import Progress
 from queue_service.settings import (
     CheckpointSettings,
@@ -104,11 +102,7 @@ def command(
             on_note=progress.note,
         )
 
-        def stop(signum: int, frame: FrameType | None) -> None:
-            run.stop()
-
-        for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(wanted, stop)
+        on_stop(run.stop)
         summary = run.run()
     if as_json:
         print_json(summary.to_object())

@@ -11,7 +11,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self
 
 from rich.cells import cell_len
@@ -105,11 +105,6 @@ def share(value: float | None) -> str:
     return f"{min(99, round(100 * value)) if value < 1 else 100}%"
 
 
-def gigabytes(num_bytes: float) -> str:
-    """Return a size as ``950 MB`` or ``1.4 GB``."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
-
-
 @contextlib.contextmanager
 def ending_with(
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP),
@@ -143,12 +138,7 @@ class Keyboard:
             tty.setcbreak(self._file)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None and self._before is not None:
             termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
 

@@ -10,8 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from cli.printable import printable
-from cli.terminal import UNKNOWN, clock_time, fitting, gigabytes, rate, share, shortened
+from cli.terminal import UNKNOWN, clock_time, fitting, rate, share, shortened
 from queue_service.batches import Status
+from queue_service.doctor import gigabytes
 from queue_service.overview import BatchView, Overview, QueueView, RunningJob, WorkerView
 
 _GAP: Final = 2

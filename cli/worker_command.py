@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-from types import FrameType
-
 import click
 
-from cli.options import redis_option, say, server
+from cli.options import on_stop, redis_option, say, server
 from queue_service import keys
 from queue_service.connection import check_server
 from queue_service.errors import ConfigurationError
@@ -85,11 +82,7 @@ def command(
     configure_logging(worker.log_level)
     supervisor = Supervisor(settings)
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        supervisor.stop()
-
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wanted, stop)
+    on_stop(supervisor.stop)
     with device_slot_lock(PathSettings.load().cache_folder, slot):
         say(f"qsvc worker {settings.name}: {worker.model}, queues {', '.join(settings.queues)}")
         supervisor.run()

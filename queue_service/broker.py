@@ -20,6 +20,7 @@ from rq.utils import now, utcformat
 
 from queue_service import keys
 from queue_service.payload import json_bytes
+from queue_service.rqcompat import moment_of
 from queue_service.scripts import Arg, Scripts, failure_in
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,12 @@ class Claimed:
     def deaths(self) -> int:
         """How many workers were lost while running the job, since it last made progress."""
         return self.number("qsvc_deaths") or 0
+
+    @property
+    def waited_seconds(self) -> float | None:
+        """How long the job waited in its queue; None where its hash does not say since when."""
+        enqueued_at = moment_of(self.text("enqueued_at") or "")
+        return None if enqueued_at is None else max(0.0, self.started_at - enqueued_at)
 
     @property
     def batch_id(self) -> str | None:

@@ -353,7 +353,7 @@ def check_folder(
     return [Finding(Level.INFO, what)]
 
 
-def gigabytes(num_bytes: int) -> str:
+def gigabytes(num_bytes: float) -> str:
     """Return a size for people: in GB, or in MB where that is below one."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
 

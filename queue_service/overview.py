@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from redis import Redis
@@ -15,6 +14,7 @@ from queue_service import keys
 from queue_service.batches import Batch, Status, read_batch_hash
 from queue_service.pace import BatchPace, Meter, Rates
 from queue_service.results import send_all
+from queue_service.rqcompat import moment_of
 
 # More than these are not looked at; the first ones by name, or the newest.
 _MOST_WORKERS: Final = 500
@@ -329,7 +329,7 @@ class Observer:
         models: Mapping[str, str],
         now: float,
     ) -> WorkerView:
-        beat = _moment(registered["last_heartbeat"])
+        beat = moment_of(registered["last_heartbeat"])
         beat_seconds = None if beat is None else max(0.0, now - beat)
         aliases = _aliases(registered["queues"])
         known = [models[alias] for alias in aliases if alias in models]
@@ -438,7 +438,7 @@ class Observer:
         found = []
         for job_id, reply in zip(job_ids, replies, strict=True):
             job = _fields(_JOB_FIELDS, reply)
-            started = _moment(job["started_at"])
+            started = moment_of(job["started_at"])
             if started is not None:
                 found.append(RunningJob(job_id, job["worker_name"], max(0.0, now - started)))
         return sorted(found, key=lambda job: (-job.seconds, job.job_id))[:_MOST_LONGEST]
@@ -558,15 +558,6 @@ def _hash(reply: Any) -> dict[bytes, bytes]:
 
 def _card(reply: Any) -> dict[str, str]:
     return {_text(name): _text(value) for name, value in _hash(reply).items()}
-
-
-def _moment(text: str) -> float | None:
-    """Return a time that RQ or our scripts wrote, in seconds since 1970; None where it is none."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _text(value: Any) -> str:

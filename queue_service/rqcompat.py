@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from base64 import b64decode
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any, ClassVar, NoReturn
 
 from redis import Redis
@@ -244,3 +245,12 @@ def _safe_job_class(job_class: str | type[Job] | None) -> type[SafeJob] | None:
     if isinstance(job_class, type) and issubclass(job_class, SafeJob):
         return job_class
     return None
+
+
+def moment_of(text: str) -> float | None:
+    """Return a time that RQ or our scripts wrote, in seconds since 1970; None where it is none."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

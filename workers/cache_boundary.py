@@ -10,6 +10,8 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from queue_service.beginnings import common_length
+
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -95,7 +97,7 @@ class CacheBoundary:
             rendered = self._encoder.render_chat(
                 [*messages, *turn], add_generation_prompt=True, **rendering
             )
-            shared = _common_prefix(canonical[:shared], self._encoder.encode_chat(rendered))
+            shared = common_length(canonical[:shared], self._encoder.encode_chat(rendered))
         return shared
 
 
@@ -182,8 +184,3 @@ def _kind_of_prompt(messages: Sequence[Message], rendering: Mapping[str, Any]) -
     ]
     text = json.dumps(description, sort_keys=True, default=repr)
     return blake2b(text.encode(), digest_size=16).digest()
-
-
-def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(ids), len(others)))

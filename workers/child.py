@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO, TypedDict
+from typing import TYPE_CHECKING, Any, TextIO, TypedDict
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -33,7 +33,6 @@ from workers.exits import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK
 from workers.generation import EngineParts, GenerationThread
 from workers.generator import EngineGenerator, make_publisher
 from workers.logs import configure_logging
-from workers.metrics import Metrics
 from workers.model_info import ModelInfo
 from workers.outcomes import OutcomeWriter
 from workers.preparation import Limits, Preparer, PromptEncoder
@@ -44,6 +43,9 @@ from workers.token_history import TokenHistory
 from workers.totals import Totals
 from workers.tracing import Tracer
 from workers.waiting_room import WaitingRoom
+
+if TYPE_CHECKING:
+    from workers.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +208,8 @@ def _serve_metrics(
     port = settings.worker.metrics_port
     if port is None:
         return None
+    from workers.metrics import Metrics  # its library is not loaded where nobody asks
+
     info = {"name": settings.name, "alias": settings.alias, **card}
     backlog = Backlog(settings.redis.url, settings.queues)
     metrics = Metrics(

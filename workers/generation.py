@@ -111,7 +111,7 @@ class GenerationThread:
         max_rows: rows handed to the engine at a time; more wait inside the thread.
         on_kept: called on the engine thread with the tokens of a chat that a later prompt may
             go on with.
-        tracer: notes when what happened; None for nobody.
+        tracer: notes when what happened.
         clock: seconds, monotonic.
     """
 
@@ -127,7 +127,7 @@ class GenerationThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._tracer = tracer
+        self._tracer = tracer or Tracer()
         self._make_parts = make_parts
         self._sink = sink
         self._on_failure = on_failure
@@ -178,8 +178,7 @@ class GenerationThread:
     def _run(self) -> None:
         try:
             parts = self._make_parts()
-            if self._tracer is not None:
-                parts.engine.on_step = self._tracer.note_step
+            parts.engine.on_step = self._tracer.note_step
             while not self._stopping.is_set():
                 self._turn(parts)
         except BaseException as failure:  # the top of the thread: its owner decides
@@ -211,12 +210,11 @@ class GenerationThread:
                     job.admitted = stepped_at  # the event comes after the step's work on its prompt
                 if job.note_cached(choice, event.cached_tokens):
                     self._sink.note_cached(job.request.execution_id, job.cached_tokens)
-                    if self._tracer is not None:
-                        self._tracer.mark(
-                            job.request.execution_id,
-                            Phase.CACHE_RESTORE,
-                            tokens=event.cached_tokens,
-                        )
+                    self._tracer.mark(
+                        job.request.execution_id,
+                        Phase.CACHE_RESTORE,
+                        tokens=event.cached_tokens,
+                    )
                 continue
             if isinstance(event, Failed):
                 self._fail(parts.engine, job, event.error)
@@ -276,8 +274,7 @@ class GenerationThread:
                 self._sink.fail(request.execution_id, error)
                 continue
             job = _Job(request, builders, began=self._clock())
-            if self._tracer is not None:
-                self._tracer.until_now(request.execution_id, Phase.ENGINE_REQUEST_WAIT)
+            self._tracer.until_now(request.execution_id, Phase.ENGINE_REQUEST_WAIT)
             if request.resumed is not None:
                 job.cached_tokens = request.resumed.header.cached_tokens
             self._jobs[request.execution_id] = job
@@ -326,8 +323,7 @@ class GenerationThread:
     def _advance(self, engine: Engine, job: _Job, choice: int, token: Token) -> None:
         if job.first_token is None:
             job.first_token = self._clock()
-            if self._tracer is not None:
-                self._tracer.mark(job.request.execution_id, Phase.FIRST_TOKEN)
+            self._tracer.mark(job.request.execution_id, Phase.FIRST_TOKEN)
         builder = job.builders[choice]
         pieces = builder.push(token)
         self._sink.advance(job.request.execution_id, choice, token.token_id, pieces, token.logprobs)

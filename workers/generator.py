@@ -40,7 +40,7 @@ class EngineGenerator:
         notes: has what is being prepared; the waiting room notes what is with the engine.
         deliver: takes what cannot be run; called on several threads, returns at once.
         foresees: it is of use to know what comes next.
-        tracer: notes when what happened; None for nobody.
+        tracer: notes when what happened.
         figures: more of them for the worker's card.
         on_stop: called when all threads have ended.
     """
@@ -68,7 +68,7 @@ class EngineGenerator:
         self._deliver = deliver
         self._crash_retries = crash_retries
         self.foresees = foresees
-        self._tracer = tracer
+        self._tracer = tracer or Tracer()
         self._figures = figures
         self._on_stop = on_stop
         self._pool = ThreadPoolExecutor(_PREPARATION_THREADS, thread_name_prefix="prepare")
@@ -78,9 +78,8 @@ class EngineGenerator:
 
     def submit(self, claimed: Sequence[Claimed]) -> None:
         """Prepare and run these."""
-        if self._tracer is not None:
-            for one in claimed:
-                self._tracer.begin(one)
+        for one in claimed:
+            self._tracer.begin(one)
         with self._lock:
             self._preparing.update(one.execution_id for one in claimed)
         size = _PREPARATION_CHUNK if len(claimed) < _MANY_CLAIMED else len(claimed)
@@ -161,8 +160,7 @@ class EngineGenerator:
                 waiting, ready, began = [], [], time.monotonic()
             waiting.append(one)
             self._notes.begin(one.execution_id)
-            if self._tracer is not None:
-                self._tracer.until_now(one.execution_id, Phase.REQUEST_WAIT)
+            self._tracer.until_now(one.execution_id, Phase.REQUEST_WAIT)
             try:
                 if one.deaths > self._crash_retries:
                     raise WorkerLost(one.deaths)
@@ -176,8 +174,7 @@ class EngineGenerator:
                 ready.append(request)
             finally:
                 self._notes.end(one.execution_id)
-                if self._tracer is not None:
-                    self._tracer.until_now(one.execution_id, Phase.REQUEST_PREPARE)
+                self._tracer.until_now(one.execution_id, Phase.REQUEST_PREPARE)
         self._hand_over(waiting, ready)
 
     def _expect(self, coming: Sequence[Claimed]) -> None:

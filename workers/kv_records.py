@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from workers.checkpoints.records import Kind, Layer, Segment, Tensor
 
@@ -73,17 +72,11 @@ def max_difference(one: Sequence[Layer], other: Sequence[Layer]) -> float:
         for x, y in zip(a.tensors, b.tensors, strict=True):
             if x.data.shape != y.data.shape or x.dtype != y.dtype:
                 return float("inf")
-            left, right = _as_floats(x), _as_floats(y)
+            left, right = x.as_float32(), y.as_float32()
             if left.size:
                 scale = max(float(np.abs(left).max()), 1e-30)
                 worst = max(worst, float(np.abs(left - right).max()) / scale)
     return worst
-
-
-def _as_floats(tensor: Tensor) -> NDArray[np.float32]:
-    if tensor.dtype in _UNSIGNED:
-        return (tensor.data.astype(np.uint32) << 16).view(np.float32)
-    return tensor.data.astype(np.float32)
 
 
 def state_layer(cls: str, state: Any) -> Layer:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from queue_service.broker import Claimed, Ending, Outcome
+from queue_service.broker import Ending, Outcome
 from queue_service.errors import ConfigurationError
 from workers.requests import Generated, Result
 
@@ -166,7 +165,7 @@ class Metrics:
     def note_end(self, result: Result, outcome: Outcome) -> None:
         """Observe a job whose end was accepted."""
         claimed = result.claimed
-        waited = queue_wait_seconds(claimed)
+        waited = claimed.waited_seconds
         if waited is not None:
             self._queue_wait.observe(waited)
         if not isinstance(result, Generated) or result.times is None:
@@ -234,17 +233,3 @@ class _Waiting:
         """Return the metric; without a value while nobody can tell."""
         help = "Jobs that wait in this worker's queues, lines of batches included"
         yield GaugeMetricFamily("qsvc_waiting_jobs", help, value=self._waiting())
-
-
-def queue_wait_seconds(claimed: Claimed) -> float | None:
-    """Return how long a job waited in its queue; None where its hash does not say since when."""
-    text = claimed.text("enqueued_at")
-    if text is None:
-        return None
-    try:
-        enqueued_at = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    if enqueued_at.tzinfo is None:
-        enqueued_at = enqueued_at.replace(tzinfo=UTC)
-    return max(0.0, claimed.started_at - enqueued_at.timestamp())

@@ -116,7 +116,7 @@ class Publisher:
         lost: called with an execution that is not ours any more.
         stream_interval_seconds: text is gathered this long, except a row's first token.
         progress_interval_seconds: token ids are gathered this long.
-        tracer: notes when what happened; None for nobody.
+        tracer: notes when what happened.
         clock: seconds, monotonic.
     """
 
@@ -139,7 +139,7 @@ class Publisher:
         self._stream_interval = stream_interval_seconds
         self._progress_interval = progress_interval_seconds
         self._clock = clock
-        self._tracer = tracer
+        self._tracer = tracer or Tracer()
         self._channels: dict[str, _Channel] = {}
         self._lock = threading.Lock()
         # Held while what was collected is written, so that no reply is taken for that of another.
@@ -320,7 +320,7 @@ class Publisher:
             if publications:
                 kept = self._broker.publish(publications, keep_seconds=KEEP_SECONDS)
                 for publication, is_ours in zip(publications, kept, strict=True):
-                    if self._tracer is not None and publication.number == 1 and publication.entries:
+                    if publication.number == 1 and publication.entries:
                         execution_id = publication.claimed.execution_id
                         self._tracer.span(execution_id, Phase.STREAM_FIRST_WRITE, now)
                     self._written(publication.claimed.execution_id, is_ours=is_ours)

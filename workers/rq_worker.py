@@ -180,7 +180,7 @@ class BatchWorker(BaseWorker):
         broker: the scripts, for these queues and this name.
         model_card: published for the model's alias while the worker lives.
         totals: counts what this worker has done.
-        tracer: has the traces of jobs that are traced; None traces none.
+        tracer: has the traces of jobs that are traced.
         on_end: told of each job whose end was accepted, and will not run again.
     """
 
@@ -219,7 +219,7 @@ class BatchWorker(BaseWorker):
         self._sweeper = Sweeper(connection)
         self._model_card = model_card
         self._totals = totals if totals is not None else Totals()
-        self._tracer = tracer
+        self._tracer = tracer or Tracer()
         self._on_end = on_end
         self._clock = clock
         self._on_turn = on_turn
@@ -594,7 +594,7 @@ class BatchWorker(BaseWorker):
             self._show_state()
 
     def _keep_trace(self, claimed: Claimed, outcome: str) -> None:
-        trace = self._tracer.finish(claimed.execution_id, outcome) if self._tracer else None
+        trace = self._tracer.finish(claimed.execution_id, outcome)
         if trace is None:
             return
         try:

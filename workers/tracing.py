@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from queue_service.broker import Claimed
 from queue_service.trace import Event, Phase, Trace
 from workers.engine import StepWork
-from workers.metrics import queue_wait_seconds
 
 # Further steps of a job are told as one.
 _SINGLE_STEPS = 8
@@ -50,7 +49,7 @@ class Tracer:
     """
 
     def __init__(
-        self, worker: str, every: int = 0, clock: Callable[[], float] = time.monotonic
+        self, worker: str = "", every: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._worker = worker
         self._every = every
@@ -67,7 +66,7 @@ class Tracer:
             return
         while len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open)), None)
-        waited = queue_wait_seconds(claimed) or 0.0
+        waited = claimed.waited_seconds or 0.0
         one = _Open(claimed, waited, claimed.claimed_at)
         one.events.append((Phase.QUEUE_WAIT, one.at - waited, one.at, {}))
         self._open[claimed.execution_id] = one

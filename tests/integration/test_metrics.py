@@ -37,7 +37,7 @@ from tests.harness import (
     running_worker,
     worker_settings,
 )
-from workers.metrics import FIGURES, Metrics, queue_wait_seconds
+from workers.metrics import FIGURES, Metrics
 from workers.totals import Totals
 
 HISTOGRAMS = {
@@ -154,7 +154,7 @@ def test_names_keep_to_the_conventions_and_every_total_is_one() -> None:
 )
 def test_how_long_a_job_waited(text: str, seconds: float | None) -> None:
     claimed = replace(make_claimed(enqueued_at=text), started_at=5.0)
-    assert queue_wait_seconds(claimed) == seconds
+    assert claimed.waited_seconds == seconds
 
 
 def test_what_waits_shows_with_the_lines_of_batches_and_not_while_the_server_is_away(

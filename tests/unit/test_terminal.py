@@ -20,12 +20,12 @@ from cli.terminal import (
     clock_time,
     ending_with,
     fitting,
-    gigabytes,
     is_live,
     rate,
     share,
     shortened,
 )
+from queue_service.doctor import gigabytes
 
 
 @pytest.mark.parametrize(

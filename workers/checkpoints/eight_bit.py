@@ -96,7 +96,7 @@ def _narrow_layer(layer: Layer) -> Layer:
 def _narrow_tensor(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     if tensor.dtype not in _FLOATS or not tensor.data.size:
         return None
-    numbers = _as_float32(tensor)
+    numbers = tensor.as_float32()
     scales = np.abs(numbers).max(axis=-1, keepdims=True) / _LARGEST
     if not np.isfinite(scales).all():
         return None
@@ -116,12 +116,6 @@ def _widen_layer(layer: Layer) -> Layer:
             tensor = _from_float32(tensor.data * next(rest).data, dtype)
         tensors.append(tensor)
     return replace(layer, tensors=tuple(tensors), meta=layer.meta["meta"])
-
-
-def _as_float32(tensor: Tensor) -> NDArray[np.float32]:
-    if tensor.dtype == "bfloat16":
-        return (tensor.data.astype(np.uint32) << 16).view(np.float32)
-    return tensor.data.astype(np.float32, copy=False)
 
 
 def _from_float32(numbers: NDArray[Any], dtype: str) -> Tensor:

@@ -44,6 +44,12 @@ class Tensor:
     dtype: str
     data: NDArray[Any]
 
+    def as_float32(self) -> NDArray[np.float32]:
+        """Return the numbers as numpy can reckon with them."""
+        if self.dtype == "bfloat16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        return self.data.astype(np.float32, copy=False)
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

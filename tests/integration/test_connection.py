@@ -114,7 +114,7 @@ def test_a_server_that_hangs_is_given_up_after_the_socket_timeout(make_server: M
 
 
 def test_a_command_that_takes_too_long_is_not_sent_twice(server_url: str) -> None:
-    impatient = connected(server_url, socket_timeout_seconds=0.1)
+    impatient = connected(server_url, socket_timeout_seconds=0.5)
     with connected(server_url) as observer, impatient:
         before = observer.info("stats")["total_connections_received"]
         with pytest.raises(redis.TimeoutError):

@@ -561,15 +561,16 @@ def test_a_connection_may_have_answers_of_any_form(
 
 
 def test_a_connection_may_have_a_timeout_shorter_than_a_reader_blocks(
-    redis: Redis, redis_url: str, worker: HandWorker
+    redis: Redis, redis_url: str, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("queue_service.dialogue._BLOCK_SECONDS", 60)
     job_id = enqueue(redis)
     [claimed] = worker.claim()
     outages: list[Exception] = []
-    with Redis.from_url(redis_url, socket_timeout=0.2) as connection:
+    with Redis.from_url(redis_url, socket_timeout=2) as connection:
         reconnect = Reconnect(on_outage=outages.append)
         with pytest.raises(TimeoutError):
-            wait(connection, job_id, timeout_seconds=0.5, reconnect=reconnect)
+            wait(connection, job_id, timeout_seconds=2.5, reconnect=reconnect)
     assert outages == []
     assert claimed.job_id == job_id
 

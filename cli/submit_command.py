@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from dataclasses import replace
 
 import click
 from redis import Redis
@@ -15,6 +16,7 @@ from cli.terminal import ending_with
 from queue_service import keys
 from queue_service.batch_file import BatchFile, open_batch
 from queue_service.batches import Batch, Batches
+from queue_service.collector import collected
 from queue_service.connection import check_server
 from queue_service.follow import follow
 from queue_service.prefix_plan import CHARS_PER_TOKEN, PrefixPlan
@@ -40,7 +42,7 @@ _MOST_SHOWN = 10
 @click.option("--key", default="", help="Tells submissions of the same file apart.")
 @click.option("--new", "is_fresh", is_flag=True, help="A fresh run, though the file ran before.")
 @click.option("--stream", is_flag=True, help="Write every line's text to its stream as it comes.")
-@click.option("--trace", "is_traced", is_flag=True, help="Keep every line's trace (qsvc trace).")
+@click.option("--trace", "is_traced", is_flag=True, help="Trace every line, for qsvc trace.")
 @click.option("--strict", is_flag=True, help="One bad line refuses the whole file.")
 @click.option(
     "--plan/--no-plan",
@@ -99,7 +101,12 @@ def command(
         submit=submit,
         retention=RetentionSettings.load(),
     )
-    with server(redis_url) as connection, open_batch(file) as opened:
+    with (
+        server(redis_url) as connection,
+        open_batch(file) as opened,
+        collected("qsvc-submit", is_wanted=is_traced) as spans,
+    ):
+        options = replace(options, spans=spans)
         for finding in check_server(connection):
             if finding.fix:
                 say(f"server: {finding.what}; {finding.fix}")

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 from redis.exceptions import ResponseError
@@ -26,6 +26,9 @@ from queue_service.prefix_plan import Mark, PrefixPlan, plan_prefixes
 from queue_service.requests import Endpoint
 from queue_service.scripts import Arg, Scripts
 from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
+
+if TYPE_CHECKING:
+    from queue_service.spans import Spans
 
 _DISK_TIMEOUT_MS = 4000
 _ROOM_POLL_SECONDS = 0.2
@@ -43,6 +46,7 @@ class SubmitOptions:
         key: tells two submissions of the same content apart.
         stream: every line's text goes to its job's stream as it comes.
         trace: every line's trace is kept, for `qsvc trace`.
+        spans: with it, each line's tree of spans begins here; None: nobody collects them.
         strict: one bad line refuses the whole file before anything is queued.
         expires_in_seconds: lines that have not ended by then are given up.
         metadata: the caller's own words, kept with the batch.
@@ -53,6 +57,7 @@ class SubmitOptions:
     key: str = ""
     stream: bool = False
     trace: bool = False
+    spans: Spans | None = None
     strict: bool = False
     expires_in_seconds: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -269,6 +274,8 @@ class Feeder:
                     line_before,
                     "1" if options.trace else "0",
                 ]
+                if options.spans is not None:
+                    options.spans.flush()
                 yield num_lines, is_last, head + args
 
     def _endpoint(self) -> Endpoint:
@@ -391,6 +398,8 @@ def _line_args(
         }
         return [line.line, custom_id, "", "", json.dumps(error, ensure_ascii=False), ""]
     meta = {"batch": batch_id, "custom_id": custom_id, "model": options.model}
+    if options.spans is not None:
+        meta |= options.spans.create(keys.job_id(batch_id, line.line), options.queue)
     return [
         line.line,
         custom_id,

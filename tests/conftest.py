@@ -28,7 +28,7 @@ if importlib.util.find_spec("mlx"):
 def isolated_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings of the person who runs the tests, and a cache folder of the test's own."""
     for name in os.environ:
-        if name.upper().startswith("QSVC_"):
+        if name.upper().startswith(("QSVC_", "OTEL_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("QSVC_CONFIG", os.devnull)
     monkeypatch.setenv("QSVC_CACHE_FOLDER", str(tmp_path / "qsvc-cache"))

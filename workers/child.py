@@ -20,6 +20,7 @@ from rq.version import VERSION as RQ_VERSION
 
 from queue_service.backlog import Backlog
 from queue_service.broker import Broker, Outcome
+from queue_service.collector import spans_for
 from queue_service.connection import Level, check_server, connect
 from queue_service.errors import ConfigurationError, ModelUnavailable, QsvcError
 from queue_service.responses import fingerprint
@@ -241,7 +242,9 @@ def worker_parts(settings: ChildSettings, queues: Sequence[str], load: Loader) -
         results.put(result)
         waiting_room.leave(result.claimed.execution_id)
 
-    tracer = Tracer(settings.name, settings.worker.trace_every)
+    tracer = Tracer(
+        settings.name, settings.worker.trace_every, spans_for("qsvc-worker", settings.name)
+    )
     publisher = make_publisher(broker, settings.worker, deliver, results.fail, tracer)
     loaded: list[ServedModel] = []
     is_loaded = threading.Event()

@@ -310,6 +310,7 @@ class BatchWorker(BaseWorker):
         finally:
             self._generator.stop()
             self._aftercare.stop()
+            self._tracer.close()
         # After a failure the worker stays listed with what it held: the supervisor hands it back.
         if self.birth_date is not None:
             self._sign_off()
@@ -575,7 +576,7 @@ class BatchWorker(BaseWorker):
                 self.num_done += 1
                 self._totals.count(outcome)
                 self._on_end(result, outcome)
-                self._keep_trace(claimed, outcome.ending.value)
+                self._keep_trace(claimed, outcome)
                 if outcome.error is not None:
                     code = outcome.error["code"]
                     logger.info("job failed job=%s code=%s", claimed.job_id, code)
@@ -585,7 +586,7 @@ class BatchWorker(BaseWorker):
                     )
             elif reply == "retry":
                 self._totals.retried += 1
-                self._keep_trace(claimed, "retried")
+                self._keep_trace(claimed, outcome, is_retried=True)
                 logger.info("job will be tried again job=%s", claimed.job_id)
             else:
                 self._totals.refused += 1
@@ -593,8 +594,8 @@ class BatchWorker(BaseWorker):
         if not self._load():
             self._show_state()
 
-    def _keep_trace(self, claimed: Claimed, outcome: str) -> None:
-        trace = self._tracer.finish(claimed.execution_id, outcome)
+    def _keep_trace(self, claimed: Claimed, outcome: Outcome, *, is_retried: bool = False) -> None:
+        trace = self._tracer.finish(claimed.execution_id, outcome, is_retried=is_retried)
         if trace is None:
             return
         try:

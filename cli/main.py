@@ -66,6 +66,11 @@ class LazyGroup(click.Group):
 @click.version_option(version("qsvc"), prog_name="qsvc")
 def cli() -> None:
     """Durable batch inference for language models on MLX: every answer exactly once."""
+    from cli.options import say  # here: help and version need none of it
+    from queue_service.settings import unknown_variables
+
+    for mistake in unknown_variables():
+        say(mistake)
 
 
 def main() -> None:

@@ -40,6 +40,8 @@ from pydantic_settings import (
 from queue_service.errors import ConfigurationError
 from queue_service.sentinel_url import SentinelUrl
 
+_VARIABLE_PREFIX = "QSVC_"
+
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 
@@ -299,7 +301,7 @@ class SubmitSettings(Section):
 class PathSettings(Section):
     """Where qsvc keeps files on this machine."""
 
-    model_config = SettingsConfigDict(env_prefix="QSVC_")
+    model_config = SettingsConfigDict(env_prefix=_VARIABLE_PREFIX)
     table: ClassVar[str] = "paths"
 
     cache_folder: Path = Field(
@@ -390,6 +392,27 @@ def describe_settings() -> list[Setting]:
         for section in SECTIONS
         for name, field in section.model_fields.items()
     ]
+
+
+def unknown_variables() -> list[str]:
+    """Return, for each environment variable that looks like a setting and is none, what to say.
+
+    Others may have variables that begin with ``QSVC_`` too, so none is refused.
+    """
+    known = [setting.env_name for setting in describe_settings()]
+    # The sections whose names are in those of their variables.
+    prefixes = tuple(
+        prefix
+        for section in SECTIONS
+        if (prefix := section.model_config["env_prefix"]) != _VARIABLE_PREFIX
+    )
+    found = []
+    for name in sorted(map(str.upper, os.environ)):
+        if not name.startswith(_VARIABLE_PREFIX) or name in known:
+            continue
+        if name.startswith(prefixes) or difflib.get_close_matches(name, known, cutoff=0.85):
+            found.append(f"environment variable {name} is no setting; {_nearest(name, known)}")
+    return found
 
 
 def _as_toml(default: object) -> str:

@@ -538,6 +538,15 @@ def test_a_password_in_the_url_is_not_shown(in_process: InProcess) -> None:
     assert "s3cret" not in err
 
 
+def test_a_mistyped_variable_is_told_of_and_changes_nothing(
+    in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QSVC_REDIS_ULR", "redis://127.0.0.1:2/0")
+    code, _, err = in_process("status", "batch_x", "--redis", "redis://127.0.0.1:1/0")
+    assert code == 3
+    assert "QSVC_REDIS_ULR is no setting; did you mean QSVC_REDIS_URL?" in err
+
+
 def test_every_command_explains_itself(in_process: InProcess) -> None:
     _, out, _ = in_process("--help")
     for name in COMMANDS:

@@ -22,6 +22,7 @@ from queue_service.settings import (
     config_path,
     describe_settings,
     redact_url,
+    unknown_variables,
 )
 
 
@@ -239,3 +240,32 @@ def test_the_reference_describes_every_setting_the_same_on_every_machine() -> No
     assert by_env_name["QSVC_WORKER_MODEL"].default == "unset"
     assert by_env_name["QSVC_CACHE_FOLDER"].default == "unset"
     assert by_env_name["QSVC_REDIS_URL"].section == "redis"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("QSVC_WORKER_SLOT", "QSVC_WORKER_SLOTS"),
+        ("qsvc_worker_slot", "QSVC_WORKER_SLOTS"),
+        ("QSVC_REDIS_ADDRESS", "QSVC_REDIS_"),
+        ("QSVC_CACHE_FODLER", "QSVC_CACHE_FOLDER"),
+        ("QSVC_CHECKPOINT_FOLDER", "QSVC_CHECKPOINTS_FOLDER"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_named_with_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    [mistake] = unknown_variables()
+    assert name.upper() in mistake
+    assert f"did you mean {meant}" in mistake
+
+
+def test_variables_of_settings_and_of_others_are_no_mistakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for setting in describe_settings():
+        monkeypatch.setenv(setting.env_name, "1")
+    for name in ("QSVC_DASHBOARD_PASSWORD", "QSVC_MODEL", "QSVC_VERSION", "OTHER_WORKER_SLOT"):
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables() == []

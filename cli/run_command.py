@@ -41,6 +41,12 @@ from queue_service.settings import (
 @click.option("--kv-memory", metavar="SIZE", help="Memory for keys and values, such as 8GB.")
 @click.option("--blas-threads", type=int, help="CPU threads of OpenBLAS (Linux).")
 @click.option("--device-slot", help="gpu:0, cpu:0, cpu:1 …: one run or worker on each.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write where each line's time went, for Perfetto or chrome://tracing.",
+)
 @json_option
 def command(
     file: str,
@@ -56,6 +62,7 @@ def command(
     kv_memory: str | None,
     blas_threads: int | None,
     device_slot: str | None,
+    trace: Path | None,
     as_json: bool,
 ) -> None:
     """Run every line of FILE (JSONL, .gz, .zst, - for standard input) through a local model.
@@ -85,6 +92,7 @@ def command(
         strict=strict,
         is_fresh=is_fresh,
         slot=worker.device_slot or default_slot(),
+        trace=trace,
     )
     submit = SubmitSettings.load(plan=plan)
     if not CheckpointSettings.load().enabled:  # nothing would be kept

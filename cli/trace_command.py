@@ -7,17 +7,26 @@ import shutil
 from pathlib import Path
 
 import click
+from redis import Redis
 
 from cli.options import json_option, print_json, redis_option, say, server, tell
+from cli.status_command import is_job
+from queue_service.batches import Batches
 from queue_service.errors import JobNotFound
-from queue_service.trace import Event, Trace, chrome_trace, read_traces
+from queue_service.trace import (
+    Event,
+    Trace,
+    read_batch_traces,
+    read_traces,
+    write_chrome_trace,
+)
 
 _LEAST_BAR, _MOST_BAR = 10, 60
 _BAR, _MARK = "█", "▏"
 
 
 @click.command("trace", short_help="Show what happened to a job when.")
-@click.argument("job_ids", metavar="JOB...", nargs=-1, required=True)
+@click.argument("names", metavar="JOB|BATCH...", nargs=-1, required=True)
 @click.option(
     "--chrome",
     "chrome_file",
@@ -28,16 +37,16 @@ _BAR, _MARK = "█", "▏"
 @redis_option
 @json_option
 def command(
-    job_ids: tuple[str, ...], chrome_file: Path | None, redis_url: str | None, as_json: bool
+    names: tuple[str, ...], chrome_file: Path | None, redis_url: str | None, as_json: bool
 ) -> None:
-    """Show the traces of jobs, an execution each: where their time went.
+    """Show the traces of jobs or of all lines of batches, an execution each: where their time went.
 
     A job is traced when it was submitted with --trace, or when its worker traces some of all
     (worker.trace_every). Traces are kept for a day. A line of a batch has the id BATCH-LINE.
     """
     with server(redis_url) as connection:
-        found = {job_id: read_traces(connection, job_id) for job_id in job_ids}
-    missing = [job_id for job_id, traces in found.items() if not traces]
+        found = {name: _traces_of(connection, name) for name in names}
+    missing = [name for name, traces in found.items() if not traces]
     if missing:
         raise JobNotFound(
             f"no trace of {', '.join(missing)}: jobs are traced when they are submitted with "
@@ -45,7 +54,7 @@ def command(
         )
     traces = [trace for one in found.values() for trace in one]
     if chrome_file is not None:
-        chrome_file.write_text(json.dumps(chrome_trace(traces), ensure_ascii=False) + "\n")
+        write_chrome_trace(chrome_file, traces)
         say(f"{len(traces)} traces written to {chrome_file}: open it in ui.perfetto.dev")
     if as_json:
         for trace in traces:
@@ -55,6 +64,13 @@ def command(
         for trace in traces:
             for line in waterfall(trace, width):
                 tell(line)
+
+
+def _traces_of(connection: Redis, name: str) -> list[Trace]:
+    if is_job(name):
+        return read_traces(connection, name)
+    batch = Batches(connection).get(name)
+    return list(read_batch_traces(connection, batch.id))
 
 
 def waterfall(trace: Trace, width: int) -> list[str]:

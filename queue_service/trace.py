@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
 
 from queue_service import keys
+from queue_service.batches import Batches
+from queue_service.errors import ConfigurationError
 from queue_service.json_text import load_json
 
 VERSION = 1
@@ -156,6 +159,27 @@ def read_traces(connection: Redis, job_id: str) -> list[Trace]:
         except ValueError:
             continue
     return traces
+
+
+def read_batch_traces(connection: Redis, batch_id: str) -> Iterator[Trace]:
+    """Yield the traces of a batch's lines, in input order."""
+    for ref in Batches(connection).all_lines(batch_id):
+        yield from read_traces(connection, keys.job_id(batch_id, ref.line))
+
+
+def write_chrome_trace(path: Path, traces: Iterable[Trace]) -> None:
+    """Write traces for Perfetto and chrome://tracing.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    text = json.dumps(chrome_trace(traces), ensure_ascii=False)
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"the traces cannot be written to {path}: {error.strerror}"
+        ) from error
 
 
 def chrome_trace(traces: Iterable[Trace]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from queue_service import keys
 from queue_service.batch_file import BatchFile, open_batch
 from queue_service.batches import Batch, Batches, LineRef
 from queue_service.broker import Broker
+from queue_service.collector import collected
 from queue_service.connection import connect
 from queue_service.errors import BatchNotFound, ConfigurationError, ServerUnavailable
 from queue_service.follow import Standing, follow
@@ -41,6 +42,7 @@ from queue_service.settings import (
     WorkerSettings,
 )
 from queue_service.submission import Feeder, SubmitOptions, batch_id_of, feeding
+from queue_service.trace import read_batch_traces, write_chrome_trace
 from workers.child_settings import ChildSettings
 from workers.logs import FORMAT, TIME_FORMAT
 from workers.supervisor import CHILD, Supervisor, device_slot_lock
@@ -51,7 +53,11 @@ _MOST_OTHER_BATCHES = 100
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What a person asked `qsvc run` for."""
+    """What a person asked `qsvc run` for.
+
+    Attributes:
+        trace: where the time of each line went is written there, for Perfetto.
+    """
 
     file: str
     output: Path
@@ -61,6 +67,7 @@ class RunOptions:
     strict: bool
     is_fresh: bool
     slot: str
+    trace: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +200,7 @@ class LocalRun:
             ModelUnavailable: the model cannot be loaded.
             ServerUnavailable: the embedded server died.
         """
-        for output in self._output_paths():
-            _refuse_same_file(Path(self._options.file), output)
+        _refuse_same_files(self._options)
         self._folder.mkdir(parents=True, exist_ok=True)
         _prune(self._folder, older_than_seconds=self._retention.result_seconds)
         with contextlib.ExitStack() as stack:
@@ -205,7 +211,10 @@ class LocalRun:
             stack.callback(server.stop)
             connection = stack.enter_context(contextlib.closing(connect(redis)))
             try:
-                return self._run(connection, redis, file, stack)
+                summary = self._run(connection, redis, file, stack)
+                if self._options.trace is not None:
+                    self._write_traces(connection, summary.batch.id, self._options.trace)
+                return summary
             except RedisError as error:
                 raise ServerUnavailable(
                     f"the embedded server went away ({error}); its log is {server.log_path}; "
@@ -237,6 +246,10 @@ class LocalRun:
             queue=queue,
             model=self._options.model,
             key=key,
+            trace=self._options.trace is not None,
+            spans=stack.enter_context(
+                collected("qsvc-run", is_wanted=self._options.trace is not None)
+            ),
             strict=self._options.strict,
             submit=self._submit,
             retention=self._retention,
@@ -262,6 +275,14 @@ class LocalRun:
         if self._failure is not None:
             raise self._failure
         return self._summary(Batches(connection).get(batch_id), output, first, seconds)
+
+    def _write_traces(self, connection: Redis, batch_id: str, path: Path) -> None:
+        traces = list(read_batch_traces(connection, batch_id))
+        if not traces:
+            self._on_note(f"no line ran with --trace in the last day: {path} was not written")
+            return
+        write_chrome_trace(path, traces)
+        self._on_note(f"{len(traces)} traces written to {path}: open it in ui.perfetto.dev")
 
     def _key(self) -> str:
         """Return what tells this run's batch from an earlier one of the same file."""
@@ -303,9 +324,13 @@ class LocalRun:
         ]
 
         def forget(refs: Sequence[LineRef]) -> None:
-            # What is on disk need not fill the server, once the file is too large for both.
+            # What is on disk need not fill the server, once the file is too large for both. But
+            # traces are read at the end, and go with their jobs.
             batches = Batches(connection)
-            if batches.get(batch_id).total > self._submit.window_lines:
+            if (
+                self._options.trace is None
+                and batches.get(batch_id).total > self._submit.window_lines
+            ):
                 batches.forget(batch_id, refs)
 
         output = BatchOutput(
@@ -413,9 +438,26 @@ def _run_digest(options: RunOptions) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()
 
 
-def _refuse_same_file(file: Path, output: Path) -> None:
-    if file.exists() and output.exists() and output.samefile(file):
-        raise ConfigurationError(f"{output} is the file with the requests; name another for -o")
+def _refuse_same_files(options: RunOptions) -> None:
+    """Raise ConfigurationError where one file would be written over another."""
+    file = Path(options.file)
+    named = {"-o": options.output, "--errors": options.errors, "--trace": options.trace}
+    paths = {flag: path for flag, path in named.items() if path is not None}
+    for flag, path in paths.items():
+        if _is_same_file(path, file):
+            raise ConfigurationError(
+                f"{path} is the file with the requests; name another for {flag}"
+            )
+    trace = paths.pop("--trace", None)
+    for flag, path in paths.items():
+        if trace is not None and _is_same_file(trace, path):
+            raise ConfigurationError(f"{path} is named for both {flag} and --trace; name two files")
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.absolute() == other.absolute()
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ for _, field in ipairs({'status', 'created_at', 'started_at', 'ended_at',
   UNSENT[field] = true
 end
 
--- Nothing else of a job's meta is of use to the worker (see trace_context.py).
+-- Nothing else of a job's meta is of use to the worker (see spans.py).
 local function may_hold_trace_context(meta)
   return meta and #meta <= 8192 and string.find(meta, 'traceparent', 1, true)
 end

@@ -88,6 +88,7 @@ def run(
     unordered: bool = False,
     strict: bool = False,
     is_fresh: bool = False,
+    trace: Path | None = None,
 ) -> Summary:
     """Run a file in this process, with the fake engine in the worker child."""
     options = RunOptions(
@@ -99,6 +100,7 @@ def run(
         strict=strict,
         is_fresh=is_fresh,
         slot="cpu:0",
+        trace=trace,
     )
     local = LocalRun(
         options,
@@ -395,6 +397,39 @@ def test_a_file_that_is_refused_as_a_whole_starts_no_worker(
         run(file, out, strict=True, child=("/not/a/program",))
 
 
+def test_a_traced_run_writes_where_the_time_of_every_line_went(tmp_path: Path) -> None:
+    file, output = write_lines(tmp_path / "in.jsonl", chat_lines(5)), tmp_path / "out.jsonl"
+    traces, notes = tmp_path / "trace.json", list[str]()
+    run(file, output, trace=traces, notes=notes)
+    events = json.loads(traces.read_text())["traceEvents"]
+    assert sum(event["name"] == "queue.wait" for event in events) == 5
+    assert any(str(traces) in note and "perfetto" in note for note in notes)
+    # A run with nothing left to do has the traces of the one before.
+    traces.unlink()
+    run(file, output, trace=traces)
+    assert json.loads(traces.read_text())["traceEvents"] == events
+
+    other = write_lines(tmp_path / "other.jsonl", chat_lines(2))
+    run(other, tmp_path / "other-out.jsonl")
+    missing = tmp_path / "missing.json"
+    run(other, tmp_path / "other-out.jsonl", trace=missing, notes=notes)
+    assert not missing.exists()
+    assert "--trace" in notes[-1]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl", "errors.jsonl"])
+def test_traces_have_a_file_of_their_own(tmp_path: Path, name: str) -> None:
+    file = write_lines(tmp_path / "in.jsonl", chat_lines(1))
+    before = file.read_bytes()
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    with pytest.raises(ConfigurationError, match=rf"{name} is .*--trace"):
+        run(file, output, errors=errors, trace=tmp_path / name)
+    assert file.read_bytes() == before
+    with pytest.raises(ConfigurationError, match="No such file"):
+        run(file, output, errors=errors, trace=tmp_path / "none" / "trace.json")
+    assert num_lines(output) == 1  # the results are there all the same
+
+
 @pytest.mark.parametrize("is_fresh", [False, True])
 def test_the_file_with_the_requests_cannot_take_the_results(tmp_path: Path, is_fresh: bool) -> None:
     file = write_lines(tmp_path / "in.jsonl", chat_lines(2))
@@ -403,7 +438,7 @@ def test_the_file_with_the_requests_cannot_take_the_results(tmp_path: Path, is_f
     link.symlink_to(file)
     with pytest.raises(ConfigurationError, match="name another for -o"):
         run(file, link, is_fresh=is_fresh)
-    with pytest.raises(ConfigurationError, match="name another for -o"):
+    with pytest.raises(ConfigurationError, match="name another for --errors"):
         run(file, tmp_path / "out.jsonl", errors=file, is_fresh=is_fresh)
     assert file.read_bytes() == before
 

@@ -54,6 +54,8 @@ def test_a_traced_batch_can_be_looked_at_line_by_line(
     assert written.returncode == 0, written.stderr
     events = json.loads(chrome.read_text())["traceEvents"]
     assert {event["tid"] for event in events if event["ph"] == "X"} == {1, 2, 3}
+    whole = run_qsvc("trace", batch_id, "--redis", redis_url)
+    assert whole.stdout == shown.stdout
     as_json = run_qsvc("trace", job_ids[0], "--json", "--redis", redis_url)
     assert json.loads(as_json.stdout)["job_id"] == job_ids[0]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import sys
-from dataclasses import replace
 
 import click
 from redis import Redis
@@ -106,15 +105,14 @@ def command(
         open_batch(file) as opened,
         collected("qsvc-submit", is_wanted=is_traced) as spans,
     ):
-        options = replace(options, spans=spans)
         for finding in check_server(connection):
             if finding.fix:
                 say(f"server: {finding.what}; {finding.fix}")
         if is_waiting:
-            feeder = Feeder(connection, opened, options)
+            feeder = Feeder(connection, opened, options, spans)
             _wait(connection, RedisSettings.load(url=redis_url), feeder, options, as_json=as_json)
             return
-        submission = submit_file(connection, opened, options, on_plan=_say_plan)
+        submission = submit_file(connection, opened, options, spans=spans, on_plan=_say_plan)
         is_on_disk = wait_for_disk(connection)
         batch = submission.batch
         has_worker = _has_worker(connection, options.queue)

@@ -45,18 +45,30 @@ def spans_for(service: str, instance: str = "") -> Spans | None:
     except ImportError as error:
         logger.warning("no spans are sent (%s): pip install 'qsvc[otel]'", error)
         return None
-    return Spans(service, instance)
+    try:
+        return Spans(service, instance)
+    except Exception as error:  # what a variable may be is OpenTelemetry's to say, in many ways
+        logger.warning("no spans are sent: OpenTelemetry refuses its environment (%s)", error)
+        return None
 
 
 @contextlib.contextmanager
 def collected(service: str, *, is_wanted: bool = True) -> Iterator[Spans | None]:
-    """Give what `spans_for` returns, None where it is not wanted; at the end, send what waits."""
+    """Give what `spans_for` returns, None where it is not wanted; at the end, send what waits.
+
+    For commands that people watch: of a collector that is away, one line says so.
+    """
     spans = spans_for(service) if is_wanted else None
+    if spans is None:
+        yield None
+        return
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     try:
         yield spans
     finally:
-        if spans is not None:
-            spans.close()
+        spans.close()
+        if spans.is_failing:
+            logger.warning("the collector of spans did not take them all; no job is affected")
 
 
 def _first_of(*names: str) -> str:

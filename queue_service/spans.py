@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -28,7 +28,9 @@ from queue_service.trace import Trace
 logger = logging.getLogger(__name__)
 
 _META_LIMITS = Limits(num_bytes=8192, depth=8, num_nodes=1000)
-_CLOSE_SECONDS = 2.0
+_PATIENCE_SECONDS = 2.0
+# Well below what OpenTelemetry lets wait before it drops something (2,048).
+_SEND_AFTER = 512
 
 
 class _Exporter(OTLPSpanExporter):
@@ -37,8 +39,11 @@ class _Exporter(OTLPSpanExporter):
     is_failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = super().export(spans)
-        self.is_failing = result is not SpanExportResult.SUCCESS
+        result = SpanExportResult.FAILURE
+        try:
+            result = super().export(spans)
+        finally:
+            self.is_failing = result is not SpanExportResult.SUCCESS
         return result
 
 
@@ -53,18 +58,29 @@ class Spans:
     """
 
     def __init__(self, service: str, instance: str = "") -> None:
-        named = OTELResourceDetector().detect().attributes
-        names = {"service.name": str(named.get("service.name", service))}
+        names = {"service.name": service}
         if instance:
             names["service.instance.id"] = instance
+        resource = Resource.create(names).merge(OTELResourceDetector().detect())
         self._exporter = _Exporter()
-        self._provider = TracerProvider(resource=Resource.create(names), shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("qsvc")
         self._propagator = TraceContextTextMapPropagator()
+        self._num_created = 0
+        self._sending: threading.Thread | None = None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the collector did not take what it was last sent."""
+        return self._exporter.is_failing
 
     def create(self, job_id: str, queue: str) -> dict[str, str]:
-        """Begin the tree of a job that is about to be queued; return what belongs into its meta."""
+        """Begin the tree of a job that is about to be queued; return what belongs into its meta.
+
+        A job that the server refuses then, or that is sent to it once more, leaves a tree that is
+        its root alone.
+        """
         span = self._tracer.start_span(
             f"create {queue}",
             kind=SpanKind.PRODUCER,
@@ -73,6 +89,9 @@ class Spans:
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, set_span_in_context(span))
         span.end()
+        self._num_created += 1
+        if self._num_created % _SEND_AFTER == 0:
+            self._send()
         return carrier
 
     def context_in(self, claimed: Claimed) -> Context | None:
@@ -135,21 +154,27 @@ class Spans:
             span.set_status(StatusCode.ERROR)
         span.end(_nanoseconds(trace, trace.total_ms))
 
-    def flush(self) -> None:
-        """Send what waits, so that nothing is dropped where much is made at once.
-
-        It returns at once while the collector takes nothing: nobody waits for that twice.
-        """
-        if not self._exporter.is_failing:
-            self._provider.force_flush()
-
     def close(self) -> None:
         """Send what waits; a collector that does not answer is not waited for long."""
-        thread = threading.Thread(target=self._provider.shutdown, daemon=True, name="spans")
-        thread.start()
-        thread.join(_CLOSE_SECONDS)
-        if thread.is_alive():
+        if _call_patiently(self._provider.shutdown).is_alive():
             logger.warning("the collector of spans does not answer: the last spans are lost")
+
+    def _send(self) -> None:
+        """Send what waits, or some of what is made at once would be dropped.
+
+        A collector that takes nothing is not waited for again until it does.
+        """
+        if self._exporter.is_failing or (self._sending is not None and self._sending.is_alive()):
+            return
+        self._sending = _call_patiently(self._provider.force_flush)
+
+
+def _call_patiently(call: Callable[[], object]) -> threading.Thread:
+    """Call something on a thread, which is returned when it has ended or a while has passed."""
+    thread = threading.Thread(target=call, daemon=True, name="spans")
+    thread.start()
+    thread.join(_PATIENCE_SECONDS)
+    return thread
 
 
 def _message(operation: str, job_id: str, queue: str) -> dict[str, str]:
@@ -167,4 +192,5 @@ def _prefixed(attributes: Mapping[str, int | float | str]) -> dict[str, int | fl
 
 
 def _nanoseconds(trace: Trace, after_ms: float) -> int:
-    return round(1e9 * trace.began_at) + round(1e6 * after_ms)
+    # A time before 1970, which only others write, would cost all spans that are sent with it.
+    return max(0, round(1e9 * trace.began_at) + round(1e6 * after_ms))

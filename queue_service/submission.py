@@ -46,7 +46,6 @@ class SubmitOptions:
         key: tells two submissions of the same content apart.
         stream: every line's text goes to its job's stream as it comes.
         trace: every line's trace is kept, for `qsvc trace`.
-        spans: with it, each line's tree of spans begins here; None: nobody collects them.
         strict: one bad line refuses the whole file before anything is queued.
         expires_in_seconds: lines that have not ended by then are given up.
         metadata: the caller's own words, kept with the batch.
@@ -57,7 +56,6 @@ class SubmitOptions:
     key: str = ""
     stream: bool = False
     trace: bool = False
-    spans: Spans | None = None
     strict: bool = False
     expires_in_seconds: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +96,7 @@ def submit_file(
     file: BatchFile,
     options: SubmitOptions,
     *,
+    spans: Spans | None = None,
     on_progress: Callable[[int], None] = lambda num_lines: None,
     on_plan: Callable[[PrefixPlan], None] = lambda plan: None,
 ) -> Submission:
@@ -107,6 +106,7 @@ def submit_file(
     also while another submit of the same file runs.
 
     Args:
+        spans: as for `Feeder`.
         on_progress: told how many lines have been read.
         on_plan: told which lines begin alike, where that was looked for.
 
@@ -115,7 +115,7 @@ def submit_file(
             was queued.
         BatchConflict: the key was used for other content; nothing was queued.
     """
-    feeder = Feeder(connection, file, options)
+    feeder = Feeder(connection, file, options, spans)
     feeder.feed(connection, on_progress=on_progress, on_plan=on_plan)
     return Submission(Batches(connection).get(feeder.batch_id), feeder.is_new)
 
@@ -145,15 +145,23 @@ class Feeder:
 
     Args:
         file: read from its start by each step.
+        spans: with it, each line's tree of spans begins here; None: nobody collects them.
 
     Raises:
         BatchFileError: as for ``submit_file``.
         BatchConflict: as for ``submit_file``.
     """
 
-    def __init__(self, connection: Redis, file: BatchFile, options: SubmitOptions) -> None:
+    def __init__(
+        self,
+        connection: Redis,
+        file: BatchFile,
+        options: SubmitOptions,
+        spans: Spans | None = None,
+    ) -> None:
         self._file = file
         self._options = options
+        self._spans = spans
         self._plan = PrefixPlan()
         self.batch_id = batch_id_of(file, queue=options.queue, key=options.key)
         endpoint = self._endpoint()
@@ -258,7 +266,7 @@ class Feeder:
                 num_lines += 1
                 last_line = pending.line
                 if pending.line > cursor:
-                    args += _line_args(pending, self.batch_id, options, mark)
+                    args += _line_args(pending, self.batch_id, options, mark, self._spans)
                 pending = next(lines, None)
             is_last = pending is None
             if args or is_last:
@@ -274,8 +282,6 @@ class Feeder:
                     line_before,
                     "1" if options.trace else "0",
                 ]
-                if options.spans is not None:
-                    options.spans.flush()
                 yield num_lines, is_last, head + args
 
     def _endpoint(self) -> Endpoint:
@@ -386,7 +392,11 @@ def _described(error: LineError) -> str:
 
 
 def _line_args(
-    line: BatchLine | LineError, batch_id: str, options: SubmitOptions, mark: Mark | None
+    line: BatchLine | LineError,
+    batch_id: str,
+    options: SubmitOptions,
+    mark: Mark | None,
+    spans: Spans | None,
 ) -> list[Arg]:
     custom_id = line.custom_id or ""
     if isinstance(line, LineError):
@@ -398,8 +408,8 @@ def _line_args(
         }
         return [line.line, custom_id, "", "", json.dumps(error, ensure_ascii=False), ""]
     meta = {"batch": batch_id, "custom_id": custom_id, "model": options.model}
-    if options.spans is not None:
-        meta |= options.spans.create(keys.job_id(batch_id, line.line), options.queue)
+    if spans is not None:
+        meta |= spans.create(keys.job_id(batch_id, line.line), options.queue)
     return [
         line.line,
         custom_id,

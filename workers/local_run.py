@@ -242,19 +242,18 @@ class LocalRun:
             queues=keys.queue_names(self._alias),
             lease_seconds=self._worker.lease_seconds,
         ).reap(everything=True)
+        is_traced = self._options.trace is not None
+        spans = stack.enter_context(collected("qsvc-run", is_wanted=is_traced))
         options = SubmitOptions(
             queue=queue,
             model=self._options.model,
             key=key,
-            trace=self._options.trace is not None,
-            spans=stack.enter_context(
-                collected("qsvc-run", is_wanted=self._options.trace is not None)
-            ),
+            trace=is_traced,
             strict=self._options.strict,
             submit=self._submit,
             retention=self._retention,
         )
-        feeder = Feeder(connection, file, options)
+        feeder = Feeder(connection, file, options, spans)
         first = Batches(connection).get(batch_id)
         with self._running_worker(redis), self._feeding(redis, feeder):
             follow(

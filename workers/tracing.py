@@ -27,6 +27,7 @@ class _Open:
     """A trace that has not ended.
 
     Attributes:
+        is_kept: for `qsvc trace`; others are for a collector only.
         context: the span below which a collector is to show it.
         at: until when all is told, on the monotonic clock.
         has_worked: a step has served the job.
@@ -34,6 +35,7 @@ class _Open:
     """
 
     claimed: Claimed
+    is_kept: bool
     context: Context | None
     waited: float
     at: float
@@ -52,8 +54,8 @@ class Tracer:
     was never begun, is ignored.
 
     Args:
-        spans: sends traces to a collector, also those of jobs that come with a span to be below;
-            None: nobody collects them.
+        spans: sends traces to a collector, also those of jobs that come with a sampled span to be
+            below; None: nobody collects them.
         every: of so many jobs one is traced; 0 for those that ask only.
         clock: seconds, monotonic.
     """
@@ -76,17 +78,15 @@ class Tracer:
     def begin(self, claimed: Claimed) -> None:
         """A job was claimed: trace it, if it is to be traced."""
         self._num_claimed += 1
-        is_sample = self._every > 0 and self._num_claimed % self._every == 0
-        context, is_asked_for = None, claimed.text("qsvc_trace") == "1"
-        if self._spans is not None:
-            context = self._spans.context_in(claimed)
-            is_asked_for = is_asked_for or self._spans.is_sampled(context)
-        if not is_sample and not is_asked_for:
+        is_drawn = self._every > 0 and self._num_claimed % self._every == 0
+        is_kept = is_drawn or claimed.text("qsvc_trace") == "1"
+        context = None if self._spans is None else self._spans.context_in(claimed)
+        if not is_kept and (self._spans is None or not self._spans.is_sampled(context)):
             return
         while len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open)), None)
         waited = claimed.waited_seconds or 0.0
-        one = _Open(claimed, context, waited, claimed.claimed_at)
+        one = _Open(claimed, is_kept, context, waited, claimed.claimed_at)
         one.events.append((Phase.QUEUE_WAIT, one.at - waited, one.at, {}))
         self._open[claimed.execution_id] = one
 
@@ -141,7 +141,7 @@ class Tracer:
     def finish(
         self, execution_id: str, outcome: Outcome, *, is_retried: bool = False
     ) -> Trace | None:
-        """A job's end was accepted: return its trace, once; None where there is none."""
+        """A job's end was accepted: return the trace to keep, once; None where there is none."""
         self.until_now(execution_id, Phase.RESULT_WRITE)
         one = self._open.pop(execution_id, None)
         if one is None:
@@ -167,7 +167,7 @@ class Tracer:
         )
         if self._spans is not None:
             self._spans.export(one.claimed, trace, one.context, outcome)
-        return trace
+        return trace if one.is_kept else None
 
     def close(self) -> None:
         """Send what a collector has not got yet."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import click
 
 from cli.options import json_option, print_json, redis_option, server, tell
@@ -26,7 +28,7 @@ def command(batch_or_job: str, redis_url: str | None, as_json: bool) -> None:
                 reason = f" ({job.error['code']}: {job.error['message']})" if job.error else ""
                 tell(f"{job.job_id}  {job.status}{reason}")
             return
-        batch = Batches(connection).get(batch_or_job)
+        batch = Batches(connection).current(batch_or_job)
     if as_json:
         print_json(batch.to_object())
         return
@@ -37,6 +39,9 @@ def command(batch_or_job: str, redis_url: str | None, as_json: bool) -> None:
         f"queue {batch.queue}, model {batch.model}, tokens {batch.prompt_tokens} in "
         f"({batch.cached_tokens} cached), {batch.completion_tokens} out"
     )
+    if batch.expires_at is not None and not batch.status.is_final:
+        due = datetime.fromtimestamp(batch.expires_at).astimezone()
+        tell(f"what has not ended by {due:%Y-%m-%d %H:%M:%S %z} is given up")
 
 
 def is_job(name: str) -> bool:

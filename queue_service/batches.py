@@ -239,6 +239,21 @@ class Batches:
         """
         return self._give_up(batch_id, Status.CANCELLED)
 
+    def current(self, batch_id: str) -> Batch:
+        """Return a batch, every line that has not ended given up first if its time is over.
+
+        Raises:
+            BatchNotFound: the server knows no such batch.
+        """
+        batch = self.get(batch_id)
+        if batch.expires_at is None or batch.status is not Status.IN_PROGRESS:
+            return batch
+        moment: Any = self._connection.time()
+        if batch.expires_at > moment[0]:
+            return batch
+        self.expire(batch_id)
+        return self.get(batch_id)
+
     def expire(self, batch_id: str) -> int:
         """Give up every line that has not ended, since the batch's time is over."""
         return self._give_up(batch_id, Status.EXPIRED)

@@ -69,7 +69,7 @@ def follow(
         started = time.monotonic()
         try:
             wrote = output.advance() if output is not None else 0
-            batch = batches.get(batch_id)
+            batch = batches.current(batch_id)
             num_written = output.num_written if output is not None else None
             on_update(Standing(batch, running.count(batch), num_written))
             is_written = num_written is None or num_written >= batch.total

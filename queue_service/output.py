@@ -88,6 +88,15 @@ class OutputFile:
                 "the same command again"
             ) from exc
 
+    def move_to(self, path: Path) -> None:
+        """Go on under another name, in the place of what has it."""
+        try:
+            self.path.replace(path)
+        except OSError as exc:
+            raise ConfigurationError(f"cannot write {path}: {exc.strerror}") from exc
+        self.path = path
+        _sync_folder(path.parent)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -62,14 +62,19 @@ class Sweeper:
         self._next = self._clock() + self._interval_seconds
         return self.sweep_now()
 
+    def expire_late(self) -> None:
+        """Give up what has not ended of batches whose time is over, before it is claimed."""
+        for batch_id in self._not_ended():
+            with contextlib.suppress(BatchNotFound):  # deleted just now
+                self._batches.current(batch_id)
+
     def sweep_now(self) -> int:
         """Look at the batches in progress; return how many lines were squared."""
         squared = 0
-        moment = self._connection.time()[0]
         live: dict[str, int] = {}
         for batch_id in self._not_ended():
             try:
-                batch = self._current(batch_id, moment)
+                batch = self._batches.current(batch_id)
             except BatchNotFound:
                 continue  # deleted just now
             if batch.status.is_final:
@@ -104,15 +109,6 @@ class Sweeper:
                 elif not Status(status.decode()).is_final:
                     found.append(batch_id)
         return found
-
-    def _current(self, batch_id: str, moment: int) -> Batch:
-        """Return a batch, given up first if its time is over."""
-        batch = self._batches.get(batch_id)
-        is_late = batch.expires_at is not None and batch.expires_at <= moment
-        if not is_late or batch.status is not Status.IN_PROGRESS:
-            return batch
-        self._batches.expire(batch_id)
-        return self._batches.get(batch_id)
 
     def _close_some(self) -> None:
         """Give the lines of ended batches their time to expire, some pages at a time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -181,6 +182,7 @@ class LocalRun:
         self._failure: Exception | None = None
         self._ready_at: float | None = None
         self._peak_bytes = 0
+        self._fresh: list[tuple[OutputFile, Path]] = []
         self._alias = worker.alias or keys.alias_for(options.model)
         self._folder = cache_folder / "runs" / _run_digest(options)
 
@@ -260,7 +262,7 @@ class LocalRun:
                 connection,
                 batch_id,
                 output,
-                on_update=self._on_update,
+                on_update=self._update,
                 should_stop=self._must_stop,
             )
             if self._stop_level == 1 and self._failure is None:
@@ -273,6 +275,7 @@ class LocalRun:
             pass
         if self._failure is not None:
             raise self._failure
+        self._replace_outputs()
         return self._summary(Batches(connection).get(batch_id), output, first, seconds)
 
     def _write_traces(self, connection: Redis, batch_id: str, path: Path) -> None:
@@ -288,8 +291,6 @@ class LocalRun:
         path = self._folder / "key.json"
         if self._options.is_fresh:
             _write_durably(path, json.dumps({"key": secrets.token_hex(8)}))
-            for output in self._output_paths():
-                output.unlink(missing_ok=True)
         try:
             return str(json.loads(path.read_text())["key"])
         except FileNotFoundError:
@@ -297,6 +298,24 @@ class LocalRun:
 
     def _output_paths(self) -> list[Path]:
         return [path for path in (self._options.output, self._options.errors) if path is not None]
+
+    def _path_until_ready(self, path: Path) -> Path:
+        """Return where results go first: those of an earlier run are not replaced by none."""
+        if not self._options.is_fresh:
+            return path
+        fresh = path.with_name(f".{path.name}.qsvc-new")
+        fresh.unlink(missing_ok=True)  # of a run that was killed
+        return fresh
+
+    def _replace_outputs(self) -> None:
+        """Put the results of a fresh run in the place of earlier ones, once."""
+        while self._fresh:
+            file, path = self._fresh.pop()
+            file.move_to(path)
+
+    def _drop_fresh(self) -> None:
+        for file, _ in self._fresh:
+            file.path.unlink(missing_ok=True)
 
     def _give_up_others(self, connection: Redis, batch_id: str) -> None:
         """Delete what is left of runs that this one replaces, or it would be run as well."""
@@ -318,9 +337,12 @@ class LocalRun:
             before = None
         order = CompletionOrder if self._options.unordered else InputOrder
         files = [
-            stack.enter_context(contextlib.closing(OutputFile(path)))
+            stack.enter_context(contextlib.closing(OutputFile(self._path_until_ready(path))))
             for path in self._output_paths()
         ]
+        if self._options.is_fresh:
+            self._fresh = list(zip(files, self._output_paths(), strict=True))
+            stack.callback(self._drop_fresh)
 
         def forget(refs: Sequence[LineRef]) -> None:
             # What is on disk need not fill the server, once the file is too large for both. But
@@ -346,8 +368,8 @@ class LocalRun:
                 )
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{error}; or, if {self._options.file}, --errors or --unordered has changed since, "
-                "say --new to replace the results and run it from the start"
+                f"{error}; or, if {self._options.file}, --model, --errors or --unordered has "
+                "changed, say --new to replace the results and run it from the start"
             ) from error
         return output, before
 
@@ -409,6 +431,11 @@ class LocalRun:
             feeder, redis, on_plan=self._note_plan, on_failure=fail, should_stop=self._must_stop
         )
 
+    def _update(self, now: Standing) -> None:
+        if self._ready_at is not None:  # the model can be used
+            self._replace_outputs()
+        self._on_update(now)
+
     def _note_plan(self, plan: PrefixPlan) -> None:
         if plan.num_groups:
             self._on_note(plan.summary())
@@ -447,10 +474,9 @@ def _refuse_same_files(options: RunOptions) -> None:
             raise ConfigurationError(
                 f"{path} is the file with the requests; name another for {flag}"
             )
-    trace = paths.pop("--trace", None)
-    for flag, path in paths.items():
-        if trace is not None and _is_same_file(trace, path):
-            raise ConfigurationError(f"{path} is named for both {flag} and --trace; name two files")
+    for (flag, path), (other, second) in itertools.combinations(paths.items(), 2):
+        if _is_same_file(path, second):
+            raise ConfigurationError(f"{path} is named for both {flag} and {other}; name two files")
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

@@ -323,6 +323,7 @@ class BatchWorker(BaseWorker):
         self._suspended = bool(is_suspended(self.connection))
         self._show_state()
         self._heartbeat()
+        self._sweeper.expire_late()
         logger.info("worker started name=%s queues=%s", self.name, ",".join(self.queue_names()))
 
     def _await_name(self) -> None:

@@ -380,6 +380,27 @@ def test_a_model_that_cannot_be_loaded_ends_the_run(tmp_path: Path) -> None:
     assert run(file, out).num_written == 5
 
 
+def test_a_fresh_run_that_cannot_begin_leaves_the_results_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    file, out, errors = (tmp_path / f"{name}.jsonl" for name in ("in", "out", "errors"))
+    write_lines(file, [*chat_lines(3), "{"])
+    run(file, out, errors=errors)
+    before = out.read_bytes(), errors.read_bytes()
+    with pytest.raises(ModelUnavailable):
+        run(file, out, errors=errors, is_fresh=True, child=(sys.executable, "-c", NO_MODEL))
+    with pytest.raises(BatchFileError):
+        run(file, out, errors=errors, is_fresh=True, strict=True)
+    assert (out.read_bytes(), errors.read_bytes()) == before
+    # What a killed one has left is in nobody's way, and does not stay.
+    (tmp_path / ".out.jsonl.qsvc-new").write_text("torn")
+    run(file, out, errors=errors, is_fresh=True)
+    assert (num_lines(out), num_lines(errors)) == (3, 1)
+    assert out.read_bytes() != before[0]
+    assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out.jsonl"]
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_worker_that_cannot_be_started_ends_the_run(tmp_path: Path) -> None:
     file, out = write_lines(tmp_path / "in.jsonl", chat_lines(5)), tmp_path / "out.jsonl"
     with pytest.raises(FileNotFoundError, match="not/a/program"):

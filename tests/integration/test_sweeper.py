@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from queue_service import keys
 from queue_service.batch_file import BatchFile
 from queue_service.batches import Batch, Batches, Status
 from queue_service.dead_letter import DeadLetter
+from queue_service.follow import follow
 from queue_service.results import BatchReader
 from queue_service.submission import SubmitOptions, submit_file
 from queue_service.sweeper import Sweeper
-from tests.cli_helpers import HandWorker, chat_lines
+from tests.cli_helpers import HandWorker, chat_lines, run_qsvc
 from tests.harness import eventually, running_worker, worker_settings
 
 QUEUE = "qsvc:fake"
@@ -243,6 +245,36 @@ def test_a_batch_whose_time_is_over_expires_and_keeps_what_was_answered(redis: R
     assert hand.answer(running) == ["canceled"]
     assert hand.claim() == []
     assert codes(redis, batch_id) == [None, "internal_error", *["batch_expired"] * 3]
+
+
+def test_a_worker_claims_nothing_whose_time_was_over_when_it_started(
+    redis: Redis, redis_url: str
+) -> None:
+    batch_id = submit(redis, 3, expires_in_seconds=3600)
+    redis.hset(keys.batch(batch_id), "expires_at", 1)
+    with running_worker(worker_settings(redis_url)):
+        eventually(lambda: Batches(redis).get(batch_id).status is Status.EXPIRED, "it expires")
+    assert codes(redis, batch_id) == ["batch_expired"] * 3
+
+
+def test_whoever_follows_a_batch_or_asks_for_it_needs_no_worker_for_it_to_expire(
+    redis: Redis, redis_url: str
+) -> None:
+    followed, asked = (submit(redis, n, expires_in_seconds=3600) for n in (3, 4))
+    for batch_id in (followed, asked):
+        redis.hset(keys.batch(batch_id), "expires_at", 1)
+    batch = follow(redis, followed, None, on_update=lambda now: None, should_stop=lambda: False)
+    assert (batch.status, batch.cancelled) == (Status.EXPIRED, 3)
+    shown = run_qsvc("status", asked, "--redis", redis_url)
+    assert "expired  4 of 4" in shown.stdout
+    assert "given up" not in shown.stdout
+
+
+def test_status_says_until_when_a_batch_has_time(redis: Redis, redis_url: str) -> None:
+    batch_id = submit(redis, 1, expires_in_seconds=3600)
+    shown = run_qsvc("status", batch_id, "--redis", redis_url)
+    due = datetime.fromtimestamp(Batches(redis).get(batch_id).expires_at or 0).astimezone()
+    assert f"{due:%H:%M:%S %z} is given up" in shown.stdout
 
 
 def test_an_expired_batch_with_a_deleted_line_ends_too(redis: Redis) -> None:

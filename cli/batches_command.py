@@ -11,7 +11,13 @@ from queue_service.batches import Batches
 
 
 @click.command("batches")
-@click.option("--newest", default=20, show_default=True, help="How many, the newest first.")
+@click.option(
+    "--newest",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="How many, the newest first.",
+)
 @redis_option
 @json_option
 def command(newest: int, redis_url: str | None, as_json: bool) -> None:

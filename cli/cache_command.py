@@ -13,11 +13,9 @@ import click
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from cli.exits import EXIT_SOME_FAILED
-from cli.options import json_option, print_json, say
+from cli.options import json_option, print_json, say, seconds_of, tell
 from queue_service.errors import ConfigurationError
 from queue_service.settings import CheckpointSettings
-
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @click.group("cache")
@@ -48,10 +46,10 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 def _as_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     if value is None:
         return None
-    number, unit = value[:-1], value[-1:]
-    if unit not in _SECONDS or not number.isdecimal():
+    seconds = seconds_of(value)
+    if seconds is None:
         raise click.BadParameter(f"{value!r} is no age such as 12h, 30d or 4w")
-    return int(number) * _SECONDS[unit]
+    return seconds
 
 
 @command.command("stats")
@@ -72,11 +70,11 @@ def stats(root: Path | None, as_json: bool) -> None:
         return
     for one in found:
         used = "never used" if one.used_at is None else f"last used {_time(one.used_at)}"
-        click.echo(
-            f"{one.namespace}  {one.num_segments} segments, {one.num_tokens:,} tokens, "
-            f"{_size(one.num_bytes)}, {used}"
+        tell(
+            f"{one.namespace}  {one.model or 'unnamed'}: {one.num_segments} segments, "
+            f"{one.num_tokens:,} tokens, {_size(one.num_bytes)}, {used}"
         )
-    say(f"{folder}: {_size(num_bytes)}")
+    say(f"{folder}: {_size(num_bytes)}" if found else f"no checkpoints in {folder}")
 
 
 @command.command("ls")
@@ -194,7 +192,7 @@ def import_(archive: Path, root: Path | None, as_json: bool) -> None:
     from workers.checkpoints import maintenance
     from workers.checkpoints.directory import default_budget
 
-    folder = _folder(root)
+    folder = CheckpointSettings.load(folder=root).folder
     with _files_of(folder):
         budget = CheckpointSettings.load().budget
         imported = maintenance.import_(
@@ -216,7 +214,14 @@ def import_(archive: Path, root: Path | None, as_json: bool) -> None:
 
 
 def _folder(root: Path | None) -> Path:
-    return CheckpointSettings.load(folder=root).folder
+    """Return the folder to look at; one that was named and is not there is a mistake.
+
+    The other may not be there yet: a worker makes it.
+    """
+    folder = CheckpointSettings.load(folder=root).folder
+    if root is not None and not folder.is_dir():
+        raise ConfigurationError(f"there is no folder {folder}; name another with --root")
+    return folder
 
 
 @contextlib.contextmanager

@@ -7,12 +7,16 @@ from typing import Any
 import click
 
 from cli.options import json_option, print_json, redis_option, say, server, tell
+from cli.retry_command import say_without_job
 from queue_service.dead_letter import DeadLetter
 
 
 @click.group("dead")
 def command() -> None:
-    """Jobs that failed for good: list, show, retry, purge."""
+    """Jobs that failed for good: list, show, retry, purge.
+
+    Lines that were refused before they were queued are no jobs: the batch's results have them.
+    """
 
 
 def _filters(wrapped: click.decorators.FC) -> click.decorators.FC:
@@ -60,8 +64,10 @@ def retry(redis_url: str | None, **selection: Any) -> None:
     """Queue failed jobs again, with a clean record."""
     with server(redis_url) as connection:
         dead = DeadLetter(connection)
-        count = dead.retry(_chosen(dead, **selection))
+        chosen = _chosen(dead, **selection)
+        count = dead.retry(chosen)
     click.echo(f"{count} queued again")
+    say_without_job(len(chosen) - count)
 
 
 @command.command("purge")

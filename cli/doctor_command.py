@@ -59,7 +59,7 @@ def _server(settings: RedisSettings, lease_seconds: float) -> list[Diagnosis]:
             try:
                 return examine_server(connection, lease_seconds=lease_seconds)
             except RedisError as error:
-                raise unavailable(settings.url, error) from error
+                raise unavailable(settings, error) from error
     except ServerUnavailable as error:
         return [unreachable(error, is_named="url" in settings.model_fields_set)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from importlib.metadata import version
 import click
 
 from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
+from cli.flags import told
 from cli.printable import printable
 from queue_service import errors
 
@@ -61,6 +63,16 @@ class LazyGroup(click.Group):
         command: click.Command = importlib.import_module(module).command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of a line, or say which one was meant: click knows only loaded ones."""
+        name = args[0]
+        meant = difflib.get_close_matches(name, COMMANDS, n=1)
+        if meant and name not in COMMANDS and not ctx.resilient_parsing:
+            raise click.UsageError(f"No such command {name!r}. Did you mean {meant[0]!r}?", ctx)
+        return super().resolve_command(ctx, args)
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("qsvc"), prog_name="qsvc")
@@ -83,7 +95,7 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except errors.QsvcError as error:
-        click.echo(printable(f"qsvc: {error}", keep="\n\t"), err=True)
+        click.echo(printable(f"qsvc: {told(error)}", keep="\n\t"), err=True)
         code = next((c for kind, c in EXIT_CODES.items() if isinstance(error, kind)), 1)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone, as in `qsvc tail … | head`

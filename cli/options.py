@@ -16,10 +16,13 @@ from redis import Redis, RedisError
 
 from cli.printable import printable
 from queue_service.connection import connect, unavailable
+from queue_service.errors import ServerUnavailable
 from queue_service.settings import RedisSettings
 
 # json.dumps escapes only the control characters of ASCII, and DEL is none to it.
 _OBEYED = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -41,6 +44,14 @@ def json_option(command: _Command) -> _Command:
     )(command)
 
 
+def seconds_of(text: str) -> int | None:
+    """Return a length of time such as 90s, 12h, 30d or 4w in seconds; None for anything else."""
+    number, unit = text[:-1], text[-1:]
+    if unit not in _UNIT_SECONDS or not number.isdecimal():
+        return None
+    return int(number) * _UNIT_SECONDS[unit]
+
+
 def on_stop(stop: Callable[[], None]) -> None:
     """Let Ctrl-C, SIGTERM and SIGHUP call something from here on, instead of ending the process."""
 
@@ -52,14 +63,23 @@ def on_stop(stop: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def server(redis_url: str | None) -> Iterator[Redis]:
-    """Open a connection; a server that goes away meanwhile is reported as one error."""
+def server(redis_url: str | None, *, instead: str | None = None) -> Iterator[Redis]:
+    """Open a connection; a server that goes away meanwhile is reported as one error.
+
+    Args:
+        instead: what somebody may do who has no server.
+    """
     settings = RedisSettings.load(url=redis_url)
-    connection = connect(settings)
+    try:
+        connection = connect(settings)
+    except ServerUnavailable as error:
+        if instead is None:
+            raise
+        raise ServerUnavailable(f"{error}; {instead}") from error
     try:
         yield connection
     except RedisError as error:
-        raise unavailable(settings.url, error) from error
+        raise unavailable(settings, error) from error
     finally:
         connection.close()
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import click
 
 from cli.exits import EXIT_SOME_FAILED
+from cli.following import follow_shown
 from cli.options import redis_option, say, server
 from cli.progress import Progress
+from cli.status_command import is_job
 from cli.terminal import ending_with
 from queue_service.batches import Batches
 from queue_service.errors import ConfigurationError
-from queue_service.follow import follow
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
 from queue_service.results import BatchReader
 
@@ -43,6 +44,11 @@ def command(
     redis_url: str | None,
 ) -> None:
     """Write the results of a batch; run again, go on where the file ends."""
+    if is_job(batch_id) and batch_id.startswith("batch_"):
+        raise click.UsageError(
+            f"results takes a batch's id, here {batch_id.rpartition('-')[0]}; "
+            f"qsvc status and qsvc tail show one line of it, such as {batch_id}"
+        )
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(server(redis_url))
         batch = Batches(connection).get(batch_id)
@@ -62,14 +68,7 @@ def command(
             raise ConfigurationError(f"{error}, or replace it with --overwrite") from error
         if is_following:
             with ending_with(), Progress(is_shown=True) as progress:
-                batch = follow(
-                    connection,
-                    batch_id,
-                    writer,
-                    on_update=progress.update,
-                    should_stop=lambda: False,
-                    on_outage=lambda error: progress.note(f"waiting for the server ({error})"),
-                )
+                batch = follow_shown(connection, batch_id, writer, progress)
         else:
             while writer.advance():
                 pass

@@ -9,19 +9,21 @@ import click
 from redis import Redis
 
 from cli.exits import EXIT_INTERRUPTED, EXIT_SOME_FAILED
-from cli.options import json_option, print_json, redis_option, say, server, tell
+from cli.following import follow_shown
+from cli.options import json_option, print_json, redis_option, say, seconds_of, server, tell
 from cli.progress import Progress
 from cli.terminal import ending_with
 from queue_service import keys
-from queue_service.batch_file import BatchFile, open_batch
+from queue_service.batch_file import open_batch
 from queue_service.batches import Batch, Batches
 from queue_service.collector import collected
 from queue_service.connection import check_server
-from queue_service.follow import follow
 from queue_service.prefix_plan import CHARS_PER_TOKEN, PrefixPlan
+from queue_service.served import why_unserved
 from queue_service.settings import RedisSettings, RetentionSettings, SubmitSettings
 from queue_service.submission import (
     Feeder,
+    Preview,
     SubmitOptions,
     feeding,
     preview,
@@ -30,6 +32,19 @@ from queue_service.submission import (
 )
 
 _MOST_SHOWN = 10
+_MOST_SECONDS = 315_360_000
+
+
+def _as_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Read a length of time; without a unit it is in seconds."""
+    if value is None:
+        return None
+    seconds = seconds_of(f"{value}s" if value.isdecimal() else value)
+    if not seconds or seconds > _MOST_SECONDS:
+        raise click.BadParameter(
+            f"{value!r} is no time such as 3600 (seconds), 90m, 12h or 2d, of ten years at most"
+        )
+    return seconds
 
 
 @click.command("submit", short_help="Queue the lines of a file on a Redis server.")
@@ -51,9 +66,9 @@ _MOST_SHOWN = 10
 @click.option("--dry-run", is_flag=True, help="Say what would be queued, and queue nothing.")
 @click.option(
     "--expires-in",
-    type=click.IntRange(min=1),
-    metavar="SECONDS",
-    help="Give up what has not ended by then.",
+    callback=_as_seconds,
+    metavar="TIME",
+    help="Give up what has not ended by then: seconds, or a time such as 90m, 12h or 2d.",
 )
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Kept with the batch.")
 @click.option("--wait", "is_waiting", is_flag=True, help="Show how it comes on until it has ended.")
@@ -79,13 +94,17 @@ def command(
     """Queue the lines of FILE (JSONL, .gz, .zst, or - for standard input).
 
     Submitting the same file again queues nothing twice. Prints the batch's id. With --dry-run it
-    needs no server, and shows bad lines and which lines begin alike. With --wait it ends with 1
-    when lines failed or were cancelled; Ctrl-C then ends the waiting, and not the batch.
+    needs no server, shows bad lines and which lines begin alike, and ends with 1 when there are bad
+    lines. With --wait it ends with 1 when lines failed or were cancelled; Ctrl-C then ends the
+    waiting, and not the batch.
     """
     submit = SubmitSettings.load(plan=plan)
     if dry_run:
         with open_batch(file) as opened:
-            _show(opened, submit, strict=strict, as_json=as_json)
+            found = preview(opened, submit, strict=strict)
+        _show(found, as_json=as_json)
+        if found.num_errors:
+            sys.exit(EXIT_SOME_FAILED)
         return
     name = alias or (keys.alias_for(model) if model else "default")
     options = SubmitOptions(
@@ -101,7 +120,7 @@ def command(
         retention=RetentionSettings.load(),
     )
     with (
-        server(redis_url) as connection,
+        server(redis_url, instead="or use `qsvc run`, which needs none") as connection,
         open_batch(file) as opened,
         collected("qsvc-submit", is_wanted=is_traced) as spans,
     ):
@@ -110,12 +129,12 @@ def command(
                 say(f"server: {finding.what}; {finding.fix}")
         if is_waiting:
             feeder = Feeder(connection, opened, options, spans)
-            _wait(connection, RedisSettings.load(url=redis_url), feeder, options, as_json=as_json)
+            _wait(connection, RedisSettings.load(url=redis_url), feeder, as_json=as_json)
             return
         submission = submit_file(connection, opened, options, spans=spans, on_plan=_say_plan)
         is_on_disk = wait_for_disk(connection)
         batch = submission.batch
-        has_worker = _has_worker(connection, options.queue)
+        why_unserved_now = why_unserved(connection, options.queue, options.model)
     if as_json:
         print_json({**batch.to_object(), "is_new": submission.is_new})
         return
@@ -125,8 +144,8 @@ def command(
     say(f"{word} {batch.total} lines on {options.queue}{failed}")
     if not is_on_disk:
         say("the server cannot say that the lines are on its disk; a crash of it may lose them")
-    if not has_worker and not batch.status.is_final:
-        say(_no_worker(options.queue))
+    if why_unserved_now and not batch.status.is_final:
+        say(why_unserved_now)
     say(f"follow it: qsvc results {batch.id} -o results.jsonl --follow")
 
 
@@ -134,15 +153,12 @@ def _wait(
     connection: Redis,
     redis: RedisSettings,
     feeder: Feeder,
-    options: SubmitOptions,
     *,
     as_json: bool,
 ) -> None:
     """Feed the batch and wait for its end; the exit code says whether all of it was answered."""
     if not as_json:
         click.echo(feeder.batch_id)
-        if not _has_worker(connection, options.queue):
-            say(_no_worker(options.queue))
     failures: list[Exception] = []
     with ending_with(), Progress(is_shown=not as_json) as progress:
         try:
@@ -153,13 +169,12 @@ def _wait(
                 on_failure=failures.append,
                 should_stop=lambda: False,
             ):
-                batch = follow(
+                batch = follow_shown(
                     connection,
                     feeder.batch_id,
                     None,
-                    on_update=progress.update,
+                    progress,
                     should_stop=lambda: bool(failures),
-                    on_outage=lambda error: progress.note(f"waiting for the server ({error})"),
                 )
             is_interrupted = False
         except KeyboardInterrupt:
@@ -195,27 +210,19 @@ def _goes_on(batch: Batch) -> str:
     return f"the batch goes on; follow it: qsvc results {batch.id} -o results.jsonl --follow"
 
 
-def _has_worker(connection: Redis, queue: str) -> bool:
-    return bool(connection.scard(f"{keys.RQ}:workers:{queue}"))
-
-
-def _no_worker(queue: str) -> str:
-    return f"no worker serves {queue} now; start one: qsvc worker --model …"
-
-
 def _say_plan(plan: PrefixPlan) -> None:
     if plan.num_groups:
         say(plan.summary())
 
 
-def _show(file: BatchFile, submit: SubmitSettings, *, strict: bool, as_json: bool) -> None:
+def _show(found: Preview, *, as_json: bool) -> None:
     """Print what a submit would do."""
-    found = preview(file, submit, strict=strict)
     if as_json:
         print_json(
             {
                 "lines": found.num_lines,
                 "bad_lines": found.num_errors,
+                "first_errors": list(found.first_errors),
                 "plan": found.plan.to_object() if found.plan else None,
             }
         )

@@ -112,9 +112,12 @@ class AnswerView(_Block):
                 texts.clear()
             case End() as end:
                 name = printable(told.ref.custom_id or told.job_id)
-                for line in "".join(self._texts.pop(told.job_id)).removesuffix("\n").split("\n"):
-                    self._write(f"{name}: {line}")
-                if end.reason is not EndReason.DONE:
+                text = "".join(self._texts.pop(told.job_id))
+                is_done = end.reason is EndReason.DONE
+                if text or is_done:
+                    for line in text.removesuffix("\n").split("\n"):
+                        self._write(f"{name}: {line}")
+                if not is_done:
                     self._say(printable(f"{told.job_id} ({name}): {ending(end)}"))
 
     def note(self, text: str) -> None:

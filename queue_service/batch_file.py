@@ -147,9 +147,17 @@ def read_batch(
     """Yield what `read_lines` yields for the file.
 
     Raises:
-        BatchFileError: the file cannot be read to its end, or (code ``empty_file``) has no line
-            but blank ones; found at the end.
+        BatchFileError: the file cannot be read to its end, is a JSON list instead (code
+            ``json_document``), or (code ``empty_file``) has no line but blank ones; this is found
+            at the end.
     """
+    _, first = next(_numbered(file.stream(), max_line_bytes), (0, None))
+    if first is not None and first.startswith(b"["):
+        raise BatchFileError(
+            f"{file.name} is one JSON list, not one JSON object on each line; "
+            "`jq -c '.[]'` makes lines of it",
+            code="json_document",
+        )
     is_empty = True
     for line in read_lines(file.stream(), max_line_bytes=max_line_bytes, max_lines=max_lines):
         is_empty = False

@@ -297,6 +297,10 @@ class Batches:
         job_ids = (keys.job_id(batch_id, ref.line) for ref in self.all_lines(batch_id))
         return len(self.retry_jobs(job_ids))
 
+    def num_without_job(self, batch_id: str) -> int:
+        """Return how many failed lines are no jobs: refused before they were queued, or deleted."""
+        return int(self._connection.hlen(keys.batch_errors(batch_id)))
+
     def retry_jobs(self, job_ids: Iterable[str]) -> list[str]:
         """Give failed, stopped or cancelled jobs a new generation; return those that were."""
         retried: list[str] = []

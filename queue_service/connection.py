@@ -60,7 +60,7 @@ def connect(settings: RedisSettings) -> redis.Redis:
         )
         connection.ping()
     except redis.RedisError as exc:
-        raise unavailable(settings.url, exc) from exc
+        raise unavailable(settings, exc) from exc
     except (ValueError, TypeError, OSError) as exc:
         # A wrong option in the URL's query: unknown, of a wrong type, a certificate not there.
         raise ConfigurationError(
@@ -97,8 +97,8 @@ def _retry() -> Retry:
     return Retry(ConstantBackoff(0.05), 1, supported_errors=(redis.ConnectionError,))
 
 
-def unavailable(url: str, error: redis.RedisError) -> ServerUnavailable:
-    """Return what to tell a person when the server at ``url`` failed with ``error``."""
+def unavailable(settings: RedisSettings, error: redis.RedisError) -> ServerUnavailable:
+    """Return what to tell a person when the server of these settings failed with an error."""
     if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
         what = f"refuses us ({error})"
         fix = "check the user and the password in the URL, and what the user's ACL allows"
@@ -110,11 +110,13 @@ def unavailable(url: str, error: redis.RedisError) -> ServerUnavailable:
         fix = "check the host, the network and the server's load, or set longer timeouts"
     elif isinstance(error, redis.ConnectionError):
         what = f"cannot be reached ({error})"
-        fix = "start one, name another with --redis, or use `qsvc run`, which needs none"
+        fix = "start one, or name another with --redis or QSVC_REDIS_URL"
+        if "url" not in settings.model_fields_set:
+            what = f"is the default, since none was named, and {what}"
     else:
         what = f"answered with an error ({error})"
         fix = "check the URL and the server's log"
-    return ServerUnavailable(f"the Redis server at {redact_url(url)} {what}; {fix}")
+    return ServerUnavailable(f"the Redis server at {redact_url(settings.url)} {what}; {fix}")
 
 
 def check_server(connection: redis.Redis) -> list[Finding]:

@@ -73,6 +73,9 @@ class DeadLetter:
         raw: Any = self._connection.hmget(keys.rq_job(job_id), names)
         origin, batch_id, line, attempts, ended_at = (v.decode() if v else "" for v in raw)
         error = result.error or {}
+        if not origin:  # a line that was refused before it was queued
+            batch_id, _, line = job_id.rpartition("-")
+            origin = self._batches.get(batch_id).queue
         return DeadJob(
             job_id=job_id,
             queue=origin,

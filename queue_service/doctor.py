@@ -101,7 +101,7 @@ class ListedWorker:
     @property
     def is_ours(self) -> bool:
         """Whether it is one of qsvc's, whose lease is short."""
-        return any(queue.startswith(f"{keys.PREFIX}:") for queue in self.queues)
+        return any(map(_is_ours, self.queues))
 
     def is_alive(self, now: float, lease_seconds: float) -> bool:
         """Whether its last heartbeat is no older than its lease."""
@@ -258,14 +258,21 @@ def check_queues(loads: Mapping[str, QueueLoad], alive: Iterable[ListedWorker]) 
     for queue, load in sorted(loads.items()):
         if not (load.num_waiting or load.num_abandoned):
             continue
-        jobs = f"{load.num_waiting:,} jobs wait in {queue}"
+        jobs = "1 job waits" if load.num_waiting == 1 else f"{load.num_waiting:,} jobs wait"
+        jobs += f" in {queue}"
         if queue in served:
             found.append(Finding(Level.INFO, f"{jobs}, and a live worker serves it"))
             continue
         if load.num_abandoned:
-            jobs += f" and {load.num_abandoned:,} were left by a worker that was lost"
-        what = f"{jobs}, and no live worker serves it"
-        found.append(Finding(Level.WARNING, what, f"start one: {_command_for(queue)}"))
+            left = "was" if load.num_abandoned == 1 else "were"
+            jobs += f" and {load.num_abandoned:,} {left} left by a worker that was lost"
+        if _is_ours(queue):
+            what = f"{jobs}, and no live worker serves it"
+            found.append(Finding(Level.WARNING, what, f"start one: {_command_for(queue)}"))
+        else:
+            what = f"{jobs}, which is none of qsvc's queues, and no live worker serves it"
+            fix = f"a stock rq worker has to serve it, or {_command_for(queue)}"
+            found.append(Finding(Level.INFO, what, fix))
     return found
 
 
@@ -402,6 +409,11 @@ def _read_loads(connection: Redis, now: float) -> dict[str, QueueLoad]:
 def _text(value: Any) -> str:
     raw: bytes = value or b""
     return raw.decode("utf-8", "replace")
+
+
+def _is_ours(queue: str) -> bool:
+    """Whether a queue is one of qsvc's, and none of an application's own."""
+    return queue.startswith(f"{keys.PREFIX}:")
 
 
 def _command_for(queue: str) -> str:

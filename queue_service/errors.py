@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -11,6 +13,38 @@ class QsvcError(Exception):
 
 class ConfigurationError(QsvcError):
     """A setting, a path or an environment that cannot work; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedArgument:
+    """A setting that was given as an argument, and whose value is not allowed.
+
+    Attributes:
+        field: the setting's name in its section.
+        value: as it was given; None where it may hold a password.
+        problem: what is wrong with it, or what is allowed.
+    """
+
+    field: str
+    value: str | None
+    problem: str
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f"={self.value}"
+        return f"argument {self.field}{value}: {self.problem}"
+
+
+class SettingsRefused(ConfigurationError):
+    """Values that are not allowed.
+
+    Args:
+        problems: what is wrong, each for a person; one that was an argument is told by whoever
+            knows what its caller calls it.
+    """
+
+    def __init__(self, problems: Sequence[str | RefusedArgument]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
 
 
 class ServerUnavailable(QsvcError):

@@ -35,12 +35,12 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if str(path) == "-":
-            raise ConfigurationError(
-                "results go to a file, not to standard output: the file says how far they are; "
-                "name one with -o"
-            )
         try:
+            if str(path) == "-" or path.is_fifo() or path.is_char_device() or path.is_socket():
+                raise ConfigurationError(
+                    "results go to a file, not to standard output or a pipe: the file says how far "
+                    "they are; name one with -o"
+                )
             self._file: BinaryIO = path.open("ab+")
         except OSError as exc:
             raise ConfigurationError(f"cannot write {path}: {exc.strerror}") from exc
@@ -185,6 +185,7 @@ class BatchOutput:
         self._errors = errors
         self._on_written = on_written
         self.num_written = 0
+        self.num_failures = 0
         self.first_failures: list[str] = []
 
     def resume(self) -> int:
@@ -232,9 +233,12 @@ class BatchOutput:
         else:
             self._output.append([line for line in lines if line["error"] is None])
             self._errors.append([line for line in lines if line["error"] is not None])
-        for line in lines:
-            if line["error"] is not None and len(self.first_failures) < _SHOWN_FAILURES:
-                name, error = line["custom_id"] or "a line without an id", line["error"]
+        for ref, line in zip(refs, lines, strict=False):
+            if (error := line["error"]) is None:
+                continue
+            self.num_failures += 1
+            if len(self.first_failures) < _SHOWN_FAILURES:
+                name = line["custom_id"] or f"line {ref.line}"
                 self.first_failures.append(f"{name}: {error['code']}: {error['message']}")
         self._order.skip(len(lines))
         self.num_written += len(lines)

@@ -12,8 +12,8 @@ from typing import Any
 from redis import Redis
 
 from queue_service import keys
-from queue_service.batches import LineRef, Status
-from queue_service.errors import JobNotFound, RequestError
+from queue_service.batches import Batches, LineRef, Status
+from queue_service.errors import BatchNotFound, JobNotFound, RequestError
 from queue_service.payload import decode_value, inflate_text
 from queue_service.responses import failure_line, success_line, unanswered_line
 
@@ -66,7 +66,7 @@ def read_job(connection: Redis, job_id: str) -> JobResult:
             [refusal] = send_all(pipeline, [refusal_command(job_id)]).execute()
     result = job_result(job_id, status, entries, refusal)
     if result is None:
-        raise job_not_found(job_id)
+        raise _not_found_now(connection, job_id)
     return result
 
 
@@ -112,6 +112,22 @@ def job_result(
 def job_not_found(job_id: str) -> JobNotFound:
     """Return what to tell a person who asked for a job that nobody knows."""
     return JobNotFound(f"no job {job_id!r} on this server; it may have expired")
+
+
+def _not_found_now(connection: Redis, job_id: str) -> JobNotFound:
+    """Return why nobody knows a job: of a batch that is there, it may be none of the lines."""
+    batch_id, _, line = job_id.rpartition("-")
+    batches = Batches(connection)
+    try:
+        batch = batches.get(batch_id)
+    except BatchNotFound:
+        return job_not_found(job_id)
+    last = batches.lines(batch_id, start=-1, count=1)
+    if last and line.isdecimal() and 1 <= int(line) <= last[0].line:
+        return job_not_found(job_id)
+    lines = "1 line" if batch.total == 1 else f"{batch.total} lines"
+    so_far = "" if batch.is_submitted else " so far"
+    return JobNotFound(f"no job {job_id!r}: {batch_id} has {lines}{so_far}")
 
 
 def read_execution(

@@ -15,11 +15,12 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from urllib.parse import urlsplit
 
 import platformdirs
 from pydantic import (
+    AfterValidator,
     ByteSize,
     Field,
     NonNegativeInt,
@@ -37,13 +38,40 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from queue_service.errors import ConfigurationError
+from queue_service.errors import ConfigurationError, RefusedArgument, SettingsRefused
 from queue_service.sentinel_url import SentinelUrl
 
 _VARIABLE_PREFIX = "QSVC_"
+_NO_SIZE: Final = "is no size such as 500MB or 8GB"
+# Where pydantic's words are for programmers.
+_PROBLEMS: Final = {
+    "byte_size": _NO_SIZE,
+    "byte_size_unit": _NO_SIZE,
+    "string_too_short": "must not be empty",
+}
+
+
+def _matching(pattern: str, problem: str) -> AfterValidator:
+    """Return what refuses a text that a pattern does not match as a whole."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(problem)
+        return text
+
+    return AfterValidator(check)
+
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+Alias = Annotated[
+    str,
+    _matching(
+        "[A-Za-z0-9][A-Za-z0-9._-]*",
+        "must be of letters, digits, '.', '_' and '-', and begin with a letter or a digit",
+    ),
+]
+DeviceSlot = Annotated[str, _matching(r"(gpu|cpu):\d+", "is no device slot such as gpu:0 or cpu:1")]
 
 
 class Section(BaseSettings):
@@ -60,8 +88,8 @@ class Section(BaseSettings):
         """Read this section; an override of None counts as not given.
 
         Raises:
-            ConfigurationError: a value is not allowed, a key of the config file is unknown, or
-                the file cannot be read.
+            SettingsRefused: a value is not allowed.
+            ConfigurationError: a key of the config file is unknown, or the file cannot be read.
             TypeError: an override that is no field of this section.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
@@ -71,7 +99,7 @@ class Section(BaseSettings):
             return cls(**given)
         except ValidationError as exc:
             problems = [cls._explain(error, given) for error in exc.errors(include_url=False)]
-            raise ConfigurationError("\n".join(problems)) from exc
+            raise SettingsRefused(problems) from exc
 
     @classmethod
     def settings_customise_sources(
@@ -92,21 +120,25 @@ class Section(BaseSettings):
         return f"{cls.model_config['env_prefix']}{field}".upper()
 
     @classmethod
-    def _explain(cls, error: ErrorDetails, given: dict[str, Any]) -> str:
-        """Return what is wrong with one value: where it came from, the value, what is allowed."""
+    def _explain(cls, error: ErrorDetails, given: dict[str, Any]) -> str | RefusedArgument:
+        """Return what is wrong with one value, where it came from, and the value."""
         if error["type"] == "value_error":
-            allowed = str(error["ctx"]["error"])
+            problem = str(error["ctx"]["error"])
+        elif error["type"] in _PROBLEMS:
+            problem = _PROBLEMS[error["type"]]
         else:
-            allowed = error["msg"][0].lower() + error["msg"][1:]
+            message = error["msg"].removeprefix("Input ")
+            problem = message[0].lower() + message[1:]
         if not error["loc"]:
-            return f"[{cls.table}]: {allowed}"
+            return f"[{cls.table}]: {problem}"
         field = str(error["loc"][0])
-        value = f"={error['input']}" if cls.model_fields[field].repr else ""
+        value = str(error["input"]) if cls.model_fields[field].repr else None
         if field in given:
-            return f"argument {field}{value}: {allowed}"
+            return RefusedArgument(field, value, problem)
+        shown = "" if value is None else f"={value}"
         if cls.env_name(field) in {name.upper() for name in os.environ}:
-            return f"environment variable {cls.env_name(field)}{value}: {allowed}"
-        return f"{config_path()}: [{cls.table}] {field}{value}: {allowed}"
+            return f"environment variable {cls.env_name(field)}{shown}: {problem}"
+        return f"{config_path()}: [{cls.table}] {field}{shown}: {problem}"
 
 
 class RedisSettings(Section):
@@ -145,7 +177,7 @@ class WorkerSettings(Section):
     model: Name | None = Field(
         None, description="Model to serve: a hub id, a folder, a .gguf file, or smollm2-135m."
     )
-    alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
+    alias: Alias | None = Field(
         None, description="Name of the model's queues; unset: made from the model's name."
     )
     queues: Annotated[tuple[Name, ...], NoDecode] = Field(
@@ -205,7 +237,7 @@ class WorkerSettings(Section):
         description="Memory for keys and values of all rows, such as 8GB; unset: most of what the"
         " device has left beside the model.",
     )
-    device_slot: Annotated[str, Field(pattern=r"^(gpu|cpu):\d+$")] | None = Field(
+    device_slot: DeviceSlot | None = Field(
         None, description="Device slot to take, such as gpu:0 or cpu:1; unset: gpu:0, else cpu:0."
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(

@@ -77,7 +77,9 @@ def open_checkpoints(
         is_exact = settings.at_rest == "exact"
         identity = _identity(settings.folder, path, info, runner, is_exact=is_exact)
         budget = settings.budget or default_budget(settings.folder)
-        store: CheckpointStore = DirectoryStore(settings.folder, identity, int(budget))
+        store: CheckpointStore = DirectoryStore(
+            settings.folder, identity, int(budget), model=info.name
+        )
         if not is_exact:
             store = EightBitStore(store)
     except (ConfigurationError, OSError) as error:

@@ -80,7 +80,8 @@ class Summary:
         num_done: lines that ended in this run.
         completion_tokens: tokens generated in this run.
         peak_bytes: the most memory that the model and its rows took; 0 when nothing ran.
-        first_failures: why the first lines failed that were written in this run.
+        num_failures: lines that failed and were written in this run.
+        first_failures: why the first of them did.
     """
 
     options: RunOptions
@@ -91,6 +92,7 @@ class Summary:
     seconds: float
     completion_tokens: int
     peak_bytes: int
+    num_failures: int
     first_failures: Sequence[str]
 
     @property
@@ -137,7 +139,11 @@ class Summary:
         else:
             lines.append("nothing was left to do; --new runs the file again")
         lines += [f"  {failure}" for failure in self.first_failures]
+        if more := self.num_failures - len(self.first_failures):
+            lines.append(f"  and {more} more")
         lines.append(f"results: {self.options.output}")
+        if self.options.errors is not None:
+            lines.append(f"failed lines: {self.options.errors}")
         return lines
 
 
@@ -453,6 +459,7 @@ class LocalRun:
             seconds=seconds,
             completion_tokens=batch.completion_tokens - before.completion_tokens,
             peak_bytes=self._peak_bytes,
+            num_failures=output.num_failures,
             first_failures=output.first_failures,
         )
 

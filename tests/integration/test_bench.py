@@ -18,6 +18,7 @@ from queue_service.local_server import LocalServer
 from queue_service.settings import PathSettings, WorkerSettings
 from tests.cli_helpers import (
     FAKE_QSVC,
+    chat_line,
     chat_lines,
     processes,
     run_qsvc,
@@ -54,6 +55,8 @@ def make_bench(
     model: str = "fake",
     kv_memory: int | None = None,
     on_begin: Callable[[int], None] = lambda rows: None,
+    on_note: Callable[[str], None] = lambda text: None,
+    child: tuple[str, ...] | None = None,
 ) -> Bench:
     with open_batch(file) as opened:
         jobs = jobs_of_file(opened, count)
@@ -65,9 +68,9 @@ def make_bench(
         cache_folder=cache_folder(),
         on_begin=on_begin,
         on_update=lambda standing: None,
-        on_note=lambda text: None,
+        on_note=on_note,
         look_program=FAKE_LOOK,
-        child=fake_child(),
+        child=child or fake_child(),
     )
 
 
@@ -117,6 +120,16 @@ def test_the_command_prints_a_table_and_writes_figures_and_a_picture(
     assert [(run["rows"], run["jobs"]) for run in told["runs"]] == [(1, 4), (2, 4)]
     assert told["best_rows"] in (1, 2)
     ET.parse(picture)
+
+
+def test_notes_name_no_file_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    alike = write_lines(
+        tmp_path / "in.jsonl", [chat_line(f"c{i}", "Be terse. " * 60 + str(i)) for i in range(3)]
+    )
+    notes: list[str] = []
+    make_bench(alike, 1, on_note=notes.append).run()
+    [plan] = notes
+    assert "3 of 3 lines begin like others" in plan
 
 
 def test_figures_on_standard_output_are_json_alone(file: Path) -> None:
@@ -212,6 +225,16 @@ def test_a_worker_that_dies_again_and_again_ends_the_benchmark_with_its_last_wor
     file = write_lines(tmp_path / "in.jsonl", [line])
     with pytest.raises(QsvcError, match=r"(?s)the worker died 3 times.*worker died exit=-9"):
         measure(file, 1)
+
+
+def test_a_run_that_fails_shows_the_end_of_its_workers_log(file: Path) -> None:
+    fatal = '{"event": "fatal", "kind": "ModelUnavailable", "message": "no such model"}'
+    program = f"import sys; sys.stderr.write('one\\ntwo\\n'); print('{fatal}'); sys.exit(78)"
+    notes: list[str] = []
+    bench = make_bench(file, 1, on_note=notes.append, child=(sys.executable, "-c", program))
+    with pytest.raises(ModelUnavailable, match="no such model"):
+        bench.run()
+    assert notes == ["the worker's log ended with:\n  one\n  two"]
 
 
 # Stopped and killed ---------------------------------------------------------------------------

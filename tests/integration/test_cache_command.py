@@ -71,6 +71,7 @@ def test_where_there_is_no_store_every_command_says_so(cache: Cache, tmp_path: P
     assert answer(cache("stats", "--json"))["data"] == []
     assert listed(cache) == []
     assert "no checkpoints" in cache("ls").stderr
+    assert "no checkpoints" in cache("stats").stderr
     assert answer(cache("verify", "--json")) == {"num_good": 0, "num_removed": 0, "bad": []}
     assert answer(cache("prune", "--to", "0", "--json")) == {"num_segments": 0, "num_bytes": 0}
     assert answer(cache("export", tmp_path / "a.tar", "--json")) == {"num_segments": 0}
@@ -81,9 +82,40 @@ def test_the_folder_is_that_of_the_settings_unless_it_is_named(
 ) -> None:
     assert answer(cache("stats", "--json"))["root"] == str(filled)
     elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
     assert answer(cache("stats", "--json", "--root", elsewhere))["root"] == str(elsewhere)
     in_cache_folder = CheckpointSettings.load().folder
     assert in_cache_folder == Path(os.environ["QSVC_CACHE_FOLDER"]) / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    "command", [("stats",), ("ls",), ("verify",), ("prune", "--to", "0"), ("export", "a.tar")]
+)
+def test_a_folder_that_is_named_and_not_there_is_an_error(
+    cache: Cache, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    done = cache(*command, "--root", tmp_path / "nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"there is no folder {tmp_path / 'nowhere'}; name another with --root" in done.stderr
+
+
+def test_stats_name_the_models_as_workers_called_them_first(root: Path, cache: Cache) -> None:
+    for identity, name in ((IDENTITY, "org/\x1b[31mmodel"), (OTHER_IDENTITY, None)):
+        keep(DirectoryStore(root, identity, LARGE, model=name), PROMPT[:300], identity=identity)
+    DirectoryStore(root, IDENTITY, LARGE, model="another name for it")
+    told = {one["namespace"]: one["model"] for one in answer(cache("stats", "--json"))["data"]}
+    assert told == {IDENTITY.namespace: "org/\x1b[31mmodel", OTHER_IDENTITY.namespace: None}
+    lines = sorted(cache("stats").stdout.splitlines(), key=lambda line: "unnamed" in line)
+    assert lines[0].startswith(f"{IDENTITY.namespace}  org/\\x1b[31mmodel: 1 segments")
+    assert lines[1].startswith(f"{OTHER_IDENTITY.namespace}  unnamed: 1 segments")
+    assert cache("verify").returncode == 0
+
+
+def test_stats_show_the_beginning_of_a_name_that_fills_the_disk(root: Path, cache: Cache) -> None:
+    keep(DirectoryStore(root, IDENTITY, LARGE), PROMPT[:300])
+    (root / "v1" / IDENTITY.namespace / "model.txt").write_text("m" * 1_000_000)
+    [told] = answer(cache("stats", "--json"))["data"]
+    assert told["model"] == "m" * 1024
 
 
 def test_stats_add_up_to_what_is_on_the_disk(filled: Path, cache: Cache) -> None:
@@ -239,7 +271,7 @@ def test_what_is_no_archive_is_refused(cache: Cache, tmp_path: Path, content: by
     archive.write_bytes(content)
     done = cache("import", archive)
     assert done.returncode == 2
-    assert str(archive) in done.stderr
+    assert done.stderr == f"qsvc: {archive} is no archive of `qsvc cache export`\n"
     assert cache("import", tmp_path / "nothing.tar").returncode == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ from tests.cli_helpers import (
     wait_until,
     write_lines,
 )
+from tests.screen import terminal
 
 STEP_SECONDS = 0.01
 NOWHERE = "unix:///nowhere/at-all.sock"
@@ -154,13 +156,18 @@ def test_a_dry_run_shows_bad_lines_and_what_lines_share_and_needs_no_server(
     lines: list[Any] = [chat_line(f"c{i}", "Be terse. " * 60 + str(i)) for i in range(3)]
     path = write_lines(tmp_path / "in.jsonl", [*lines, "not json"])
     code, out, _ = in_process("submit", path, "--dry-run", "--redis", NOWHERE)
-    assert code == 0
+    assert code == 1
     assert "line 4: invalid_json_line" in out
     assert "4 lines, 1 of them bad; nothing was queued" in out
     assert "3 of 4 lines begin like others, in 1 group" in out
     assert "3 lines, the first of them line 1, share 60" in out
     code, out, _ = in_process("submit", path, "--dry-run", "--no-plan", "--json")
-    assert (code, json.loads(out)) == (0, {"lines": 4, "bad_lines": 1, "plan": None})
+    told = json.loads(out)
+    [error] = told.pop("first_errors")
+    assert error.startswith("line 4: invalid_json_line: ")
+    assert (code, told) == (1, {"lines": 4, "bad_lines": 1, "plan": None})
+    code, out, _ = in_process("submit", write_lines(path, lines), "--dry-run", "--json")
+    assert (code, json.loads(out)["bad_lines"], json.loads(out)["first_errors"]) == (0, 0, [])
 
 
 def test_a_submit_says_how_many_lines_begin_alike(qsvc: Qsvc, tmp_path: Path) -> None:
@@ -298,6 +305,63 @@ def test_status_shows_batches_and_jobs_to_people_and_programs(
     assert out == f"{batch_id}-2  queued\n"
 
 
+def test_a_line_that_a_batch_does_not_have_is_told_with_how_many_it_has(
+    qsvc: Qsvc, in_process: InProcess, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", ["", *chat_lines(2)])
+    batch_id = in_process("submit", path, "--alias", "counted")[1].strip()
+    assert in_process("status", f"{batch_id}-3")[0] == 0, "numbers count blank lines"
+    for line in ("4", "0", "x"):
+        code, _, err = in_process("status", f"{batch_id}-{line}")
+        assert code == 4
+        assert err == f"qsvc: no job '{batch_id}-{line}': {batch_id} has 2 lines\n"
+    assert "it may have expired" in in_process("status", f"{batch_id}-1")[2]
+
+
+def test_results_of_a_line_say_which_batch_to_name(in_process: InProcess, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    code, _, err = in_process("results", "batch_0a-3", "-o", out, "--redis", NOWHERE)
+    assert code == 2
+    assert "results takes a batch's id, here batch_0a;" in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("stdin", "is_deleted"), [("n\n", False), ("", False), ("Y\n", True)])
+def test_a_batch_is_deleted_when_somebody_says_so(
+    service: Service,
+    qsvc: Qsvc,
+    in_process: InProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stdin: str,
+    is_deleted: bool,
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(2))
+    batch_id = in_process("submit", path, "--alias", "deleted", "--new")[1].strip()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    code, out, err = in_process("delete", batch_id)
+    assert err.startswith("delete 2 lines and their results? [y/N]: ")
+    if is_deleted:
+        assert (code, out) == (0, f"{batch_id} deleted\n")
+    else:
+        assert (code, out) == (1, "")
+        assert f"{batch_id} is not deleted; with --yes it is" in err
+        assert in_process("delete", batch_id, "--yes")[:2] == (0, f"{batch_id} deleted\n")
+    assert in_process("status", batch_id)[0] == 4
+
+
+def test_ctrl_c_at_the_question_is_no_answer(
+    qsvc: Qsvc, in_process: InProcess, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(2))
+    batch_id = in_process("submit", path, "--alias", "kept")[1].strip()
+    with terminal(*QSVC, "delete", batch_id) as shown:
+        shown.wait_for(lambda screen: "[y/N]" in screen.text, "the question")
+        shown.interrupt()
+        assert shown.end() == 130
+    assert in_process("status", batch_id)[0] == 0
+
+
 # A running job --------------------------------------------------------------------------------
 
 
@@ -430,7 +494,8 @@ def test_a_server_that_is_not_there_ends_every_command_with_code_3(
     assert code == 3
     assert out == ""
     assert NOWHERE in err
-    assert "qsvc run" in err
+    assert "name another with --redis or QSVC_REDIS_URL" in err
+    assert ("qsvc run" in err) is (command == "submit"), "it reads no server"
     assert "Traceback" not in err
 
 
@@ -474,6 +539,8 @@ def test_an_unknown_batch_or_job_ends_with_code_4(
         ["status", "batch_x", "--redis", "http://127.0.0.1"],
         ["worker", "--model", "m", "--slots", "0"],
         ["worker", "--model", "m", "--device-slot", "tpu:0"],
+        ["batches", "--newest", "0"],
+        ["submit", "empty.jsonl", "--expires-in", "0"],
         ["run", "empty.jsonl", "-o", "no-such-folder/out.jsonl"],
         ["run", "no-such-file.jsonl", "-o", "out.jsonl"],
     ],
@@ -493,6 +560,57 @@ def test_bad_usage_ends_with_code_2_and_one_message(
     assert out == ""
     assert err.strip()
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["worker", "--kv-memory", "lots"], "--kv-memory lots: is no size such as 500MB or 8GB"),
+        (["fit", "m", "--kv-memory", "8 gi"], "--kv-memory '8 gi': is no size such as 500MB"),
+        (["worker", "--device-slot", "foo"], "--device-slot foo: is no device slot such as gpu:0"),
+        (["worker", "--model", ""], "--model '': must not be empty"),
+        (["worker", "--queue", ""], "--queue '': must not be empty"),
+        (["worker", "--slots", "0"], "--slots 0: should be greater than 0"),
+        (["status", "x", "--redis", "localhost:6399"], "--redis: must start with redis://"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_an_option_is_told_with_its_name_and_what_is_wanted(
+    in_process: InProcess, arguments: list[str], told: str
+) -> None:
+    code, out, err = in_process(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"qsvc: {told}")
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("12h", 43_200), ("1d", 86_400)]
+)
+def test_the_time_of_a_batch_is_in_seconds_or_has_a_unit(
+    service: Service, qsvc: Qsvc, in_process: InProcess, tmp_path: Path, given: str, seconds: int
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(1))
+    options = ("--alias", "in-time", "--new", "--expires-in", given)
+    batch = Batches(service.redis).get(in_process("submit", path, *options)[1].strip())
+    assert batch.timestamps["expires_at"] - batch.timestamps["created_at"] == seconds
+
+
+@pytest.mark.parametrize("given", ["0", "0d", "1 d", "soon", "-5", "1.5h", ""])
+def test_a_time_that_is_none_is_told_with_what_is_one(
+    in_process: InProcess, tmp_path: Path, given: str
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", chat_lines(1))
+    code, _, err = in_process("submit", path, "--expires-in", given, "--redis", NOWHERE)
+    assert code == 2
+    assert f"{given!r} is no time such as 3600 (seconds), 90m, 12h or 2d" in err
+
+
+def test_a_mistyped_command_is_told_with_the_one_that_was_meant(in_process: InProcess) -> None:
+    for mistyped, meant in (("rum", "run"), ("sumbit", "submit"), ("result", "results")):
+        code, _, err = in_process(mistyped, "file.jsonl")
+        assert code == 2
+        assert f"No such command {mistyped!r}. Did you mean {meant!r}?" in err
+    assert "Did you mean" not in in_process("frobnicate")[2]
 
 
 def test_the_server_comes_from_the_flag_else_the_environment_else_the_file(

@@ -93,8 +93,8 @@ def test_a_server_that_is_not_there_is_named_with_what_to_do() -> None:
         with pytest.raises(ServerUnavailable) as caught:
             connected(f"redis://me:{password}@127.0.0.1:{port}/0")
     assert f"redis://me:***@127.0.0.1:{port}/0 cannot be reached" in str(caught.value)
-    assert "--redis" in str(caught.value)
-    assert "qsvc run" in str(caught.value)
+    assert "start one, or name another with --redis or QSVC_REDIS_URL" in str(caught.value)
+    assert "default" not in str(caught.value)
     assert password not in "".join(traceback.format_exception(caught.value))
 
 
@@ -139,8 +139,14 @@ def test_a_database_that_does_not_exist_is_reported(server_url: str) -> None:
 
 
 def test_a_loading_server_is_reported_as_such() -> None:
-    error = unavailable("redis://h", redis.BusyLoadingError("loading"))
+    error = unavailable(RedisSettings.load(), redis.BusyLoadingError("loading"))
     assert "still loading" in str(error)
+
+
+def test_an_address_that_nobody_named_is_told_to_be_the_default() -> None:
+    error = unavailable(RedisSettings.load(), redis.ConnectionError("refused"))
+    assert "redis://127.0.0.1:6379/0 is the default, since none was named, and cannot" in str(error)
+    assert "name another with --redis or QSVC_REDIS_URL" in str(error)
 
 
 def test_our_own_server_has_nothing_to_warn_about(redis: redis.Redis) -> None:

@@ -22,7 +22,7 @@ from queue_service.errors import JobNotFound
 from queue_service.payload import Encoding, encode_value
 from queue_service.results import BatchReader
 from queue_service.submission import SubmitOptions, submit_file
-from tests.cli_helpers import HandWorker, chat_lines, content_of
+from tests.cli_helpers import HandWorker, chat_lines, content_of, run_qsvc
 from tests.harness import enqueue_chat
 
 QUEUE, OTHER = "qsvc:fake", "qsvc:other"
@@ -240,6 +240,26 @@ def test_a_result_of_before_the_retry_is_refused_after_it(redis: Redis, hand: Ha
     assert other.answer(claimed, text="of after") == ["ok"]
     assert content_of(outputs(redis, batch_id)[0]) == "of after"
     assert batches.get(batch_id).completed == 1
+
+
+def test_what_cannot_run_again_is_told(redis: Redis, redis_url: str, hand: HandWorker) -> None:
+    batch_id = fail_lines(redis, hand, 2, 2)
+    shown = run_qsvc("dead", "show", f"{batch_id}-3", "--redis", redis_url)
+    entry = json.loads(shown.stdout)
+    assert (entry["queue"], entry["batch_id"], entry["line"]) == (QUEUE, batch_id, 3)
+    assert entry["code"] == "invalid_json_line"
+
+    for words in (("dead", "retry"), ("retry",)):
+        refused = run_qsvc(*words, f"{batch_id}-3", "--redis", redis_url)
+        assert refused.stdout == "0 queued again\n"
+        assert "1 failed line is no job" in refused.stderr
+        assert "a file of its own" in refused.stderr
+    answered = run_qsvc("retry", f"{batch_id}-1", "--redis", redis_url)
+    assert (answered.stdout, answered.returncode) == ("0 queued again\n", 0)
+    assert "it is finished" in answered.stderr
+    whole = run_qsvc("retry", batch_id, "--redis", redis_url)
+    assert whole.stdout == "1 queued again\n"
+    assert "1 failed line is no job" in whole.stderr
 
 
 # Purge ----------------------------------------------------------------------------------------

@@ -199,7 +199,8 @@ def test_no_server_is_no_fault_where_nobody_named_one(
     monkeypatch.setattr(RedisSettings, "load", lambda **_: nowhere)
     code, report = doctor()
     assert (code, report["ok"]) == (0, True)
-    assert "`qsvc run`, which needs none" in report["findings"][0]["fix"]
+    assert "is the default, since none was named" in report["findings"][0]["what"]
+    assert "--redis or QSVC_REDIS_URL" in report["findings"][0]["fix"]
 
 
 def test_a_cache_that_is_no_folder_is_a_fault(

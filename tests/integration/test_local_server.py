@@ -18,6 +18,7 @@ import redis
 
 from queue_service.errors import ConfigurationError, ServerUnavailable
 from queue_service.local_server import LocalServer, state_lock
+from tests.cli_helpers import ROOT
 
 MakeServer = Callable[..., LocalServer]
 KillServer = Callable[[LocalServer], None]
@@ -312,6 +313,25 @@ def test_a_new_enough_program_on_the_path_is_used(
     (programs / "valkey-server").symlink_to(binary)
     with client(make_server().start()) as connection:
         assert connection.ping()
+
+
+def test_the_script_starts_and_stops_and_says_where_nothing_runs(make_server: MakeServer) -> None:
+    server = make_server()
+
+    def script(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        program = ROOT / "scripts" / "local_server"
+        return subprocess.run(
+            [program, command, folder], capture_output=True, text=True, check=False, timeout=60
+        )
+
+    started = script("start", server.folder)
+    assert (started.returncode, started.stdout) == (0, f"{server.start()}\n")
+    wrong = script("stop", server.folder.with_name("wrong"))
+    assert wrong.returncode == 1
+    assert f"no server of {server.folder.with_name('wrong')} runs" in wrong.stderr
+    assert server.is_running
+    assert script("stop", server.folder).returncode == 0
+    assert not server.is_running
 
 
 HOLD_UNTIL_TOLD = """

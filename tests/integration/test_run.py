@@ -177,6 +177,21 @@ def test_the_command_reports_bad_lines_and_prints_json_alone(tmp_path: Path) -> 
     ]
 
 
+def test_the_summary_names_some_lines_that_failed_and_says_how_many_did(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "in.jsonl", [*chat_lines(1), *["{"] * 5])
+    out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    arguments = ["run", file, "-o", out, "--errors", errors, "--model", "fake"]
+    done = run_qsvc(*arguments, program=FAKE_QSVC)
+    assert done.returncode == 1, done.stderr
+    shown = done.stderr.splitlines()
+    assert [line.split(":")[0] for line in shown if "invalid_json_line" in line] == [
+        "  line 2",
+        "  line 3",
+        "  line 4",
+    ]
+    assert shown[-3:] == ["  and 2 more", f"results: {out}", f"failed lines: {errors}"]
+
+
 def test_a_lost_output_is_written_again_without_running_anything(tmp_path: Path) -> None:
     file, out = write_lines(tmp_path / "in.jsonl", chat_lines(40)), tmp_path / "out.jsonl"
     run(file, out)

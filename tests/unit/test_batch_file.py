@@ -473,3 +473,10 @@ def test_a_file_of_bad_lines_only_is_not_empty(tmp_path: Path) -> None:
     path.write_bytes(b"{\n")
     with open_batch(path) as file:
         assert codes(list(read_batch(file))) == ["invalid_json_line"]
+
+
+@pytest.mark.parametrize("content", [b'[\n {"a": 1}\n]\n', b'\n\n [{"a": 1}, {"a": 2}]', b"[]"])
+def test_a_json_list_is_refused_with_what_makes_lines_of_it(content: bytes) -> None:
+    with pytest.raises(BatchFileError, match=r"requests is one JSON list.*jq") as caught:
+        list(read_batch(batch_file.BatchFile(io.BytesIO(content), "requests")))
+    assert caught.value.code == "json_document"

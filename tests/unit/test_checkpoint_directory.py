@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.checkpoints import IDENTITY, OTHER_IDENTITY, assert_is_of, keep, segments
 from workers.checkpoints import directory
 from workers.checkpoints.directory import DirectoryStore, default_budget
-from workers.checkpoints.folders import NAMESPACE_FILE, VERSION_FOLDER
+from workers.checkpoints.folders import MODEL_FILE, NAMESPACE_FILE, VERSION_FOLDER
 from workers.checkpoints.records import BLOCK_TOKENS
 
 LARGE = 1 << 30
@@ -357,6 +358,17 @@ def test_what_cannot_be_written_is_said_once_and_tried_again_later(
     assert store.put(segment)
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING, logging.INFO]
+
+
+def test_a_name_that_cannot_be_written_costs_nothing_but_the_name(
+    root: Path, open_store: OpenStore
+) -> None:
+    keep(open_store(), PROMPT)
+    beside = f"{MODEL_FILE}.{socket.gethostname()}.{os.getpid()}"
+    (root / VERSION_FOLDER / IDENTITY.namespace / beside).mkdir()
+    store = open_store(model="a name")
+    assert store.match(PROMPT).length == len(PROMPT) - 1
+    assert store.counts().get("open_errors") is None
 
 
 def test_a_file_where_the_folder_should_be_costs_nothing_but_the_store(

@@ -117,15 +117,26 @@ def test_suspended_workers_are_named() -> None:
         ("qsvc:default", "qsvc worker --model MODEL"),
         ("qsvc:tiny", "qsvc worker --model MODEL --alias tiny"),
         ("qsvc:tiny:low", "qsvc worker --model MODEL --alias tiny"),
-        ("mail", "qsvc worker --model MODEL --queue mail"),
+        ("qsvc:a:b", "qsvc worker --model MODEL --queue qsvc:a:b"),
     ],
 )
 def test_jobs_that_no_worker_will_take_are_named_with_the_command_of_one(
     queue: str, command: str
 ) -> None:
-    finding = one(check_queues({queue: QueueLoad(3, 1)}, [OURS]))
-    assert is_fault(finding, f"3 jobs wait in {queue} and 1 were left", f"start one: {command}")
+    finding = one(check_queues({queue: QueueLoad(3, 2)}, [OURS]))
+    assert is_fault(finding, f"3 jobs wait in {queue} and 2 were left", f"start one: {command}")
     assert (finding.fix or "").endswith(command)
+    assert (
+        "1 job waits in qsvc:m and 1 was left"
+        in one(check_queues({"qsvc:m": QueueLoad(1, 1)}, [])).what
+    )
+
+
+def test_jobs_in_a_queue_that_is_an_applications_own_are_no_fault() -> None:
+    finding = one(check_queues({"reports": QueueLoad(1)}, [OURS]))
+    what = "1 job waits in reports, which is none of qsvc's queues"
+    assert is_fault(finding, what, "a stock rq worker", Level.INFO)
+    assert (finding.fix or "").endswith("qsvc worker --model MODEL --queue reports")
 
 
 def test_queues_that_are_served_or_empty_are_all_right() -> None:

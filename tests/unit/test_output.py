@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -292,6 +293,8 @@ def test_a_file_cut_at_any_byte_becomes_the_undisturbed_one(
             assert [file.read_bytes() for file in files] == whole
 
 
-def test_standard_output_cannot_take_results() -> None:
-    with pytest.raises(ConfigurationError, match="results go to a file"):
-        OutputFile(Path("-"))
+@pytest.mark.parametrize("path", ["-", "/dev/null", "pipe"])
+def test_standard_output_and_pipes_cannot_take_results(tmp_path: Path, path: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match=r"results go to a file.* name one with -o"):
+        OutputFile(Path(path) if path == "-" else tmp_path / path)

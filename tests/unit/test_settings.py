@@ -11,9 +11,10 @@ import platformdirs
 import pytest
 from pydantic import ValidationError
 
-from queue_service.errors import ConfigurationError
+from queue_service.errors import ConfigurationError, SettingsRefused
 from queue_service.settings import (
     SECTIONS,
+    CheckpointSettings,
     PathSettings,
     RedisSettings,
     RetentionSettings,
@@ -130,6 +131,34 @@ def test_a_bad_argument_is_named_and_every_problem_is_listed() -> None:
         "argument device_slot=tpu",
     ]
     assert "'bfloat16'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"kv_memory": "lots"}, "argument kv_memory=lots: is no size such as 500MB or 8GB"),
+        ({"kv_memory": "8 dozen"}, "argument kv_memory=8 dozen: is no size such as 500MB or 8GB"),
+        ({"device_slot": "foo"}, "argument device_slot=foo: is no device slot such as gpu:0"),
+        ({"model": ""}, "argument model=: must not be empty"),
+        ({"alias": "-x"}, "argument alias=-x: must be of letters, digits"),
+        ({"slots": 0}, "argument slots=0: should be greater than 0"),
+    ],
+    ids=str,
+)
+def test_what_is_allowed_is_told_in_a_persons_words(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsRefused, match=f"^{re.escape(told)}"):
+        WorkerSettings.load(**given)
+
+
+def test_a_size_that_is_none_is_told_wherever_it_comes_from(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text("[checkpoints]\nbudget = 'lots'\n")
+    with pytest.raises(ConfigurationError, match=r"\] budget=lots: is no size such as 500MB"):
+        CheckpointSettings.load()
+    monkeypatch.setenv("QSVC_CHECKPOINTS_BUDGET", "more")
+    with pytest.raises(ConfigurationError, match="_BUDGET=more: is no size such as 500MB or 8GB"):
+        CheckpointSettings.load()
 
 
 def test_a_lease_that_one_late_heartbeat_would_lose_is_refused() -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from workers.checkpoints.folders import NAMESPACE_FILE, CacheRoot, SegmentFolder
+from workers.checkpoints.folders import MODEL_FILE, NAMESPACE_FILE, CacheRoot, SegmentFolder
 from workers.checkpoints.index import Entry, Match
 from workers.checkpoints.records import Identity, Segment
 from workers.checkpoints.segment_file import BadSegment, read_header, read_segment, write_segment
@@ -68,6 +68,8 @@ class DirectoryStore:
             volume is not written beside.
         identity: of the namespace.
         budget_bytes: for the files of all namespaces under the root.
+        model: what the model is called, told to whoever looks at the store; None where it has no
+            name. The first name stays.
         clock: the time of files, in seconds.
         volume: tells the size of a file system and what is free.
         executor: compresses and decodes on its threads, never one that calls this store.
@@ -79,11 +81,13 @@ class DirectoryStore:
         identity: Identity,
         budget_bytes: int,
         *,
+        model: str | None = None,
         clock: Callable[[], float] = time.time,
         volume: Callable[[Path], Volume] = shutil.disk_usage,
         executor: Executor | None = None,
     ) -> None:
         self.namespace = identity.namespace
+        self._model = model
         self._identity = identity.canonical()
         self._budget = budget_bytes
         self._clock = clock
@@ -270,14 +274,14 @@ class DirectoryStore:
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir()
             facts = path / NAMESPACE_FILE
-            if not facts.exists():
-                beside = path / f"{NAMESPACE_FILE}.{socket.gethostname()}.{os.getpid()}"
-                beside.write_text(self._identity, encoding="utf-8")
-                beside.replace(facts)
+            _write_once(facts, self._identity)
             self._is_foreign = facts.read_text(encoding="utf-8", errors="replace") != self._identity
             if self._is_foreign:
                 logger.warning("checkpoints are not used: %s stands for another model", facts)
                 return
+            if self._model is not None:
+                with contextlib.suppress(OSError):  # what can only be read is of use without it
+                    _write_once(path / MODEL_FILE, self._model)
             self._is_open = True
             self._root.remove_leftovers(self._clock())
             self._root.refresh()
@@ -329,3 +333,11 @@ class DirectoryStore:
             self._tally.add("evictions")
             self._tally.add("evicted_bytes", entry.num_bytes)
         return self._root.num_bytes + num_bytes <= budget
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Write a file that is not there yet; others see all of it or nothing."""
+    if not path.exists():
+        beside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8", errors="replace")
+        beside.replace(path)

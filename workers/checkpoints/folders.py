@@ -2,6 +2,7 @@
 
     <root>/v1/evict.lock              locked while a file is added or makes room
     <root>/v1/<namespace>/ns.json     what the namespace stands for
+    <root>/v1/<namespace>/model.txt   what somebody called the model, for a person only
     <root>/v1/<namespace>/<end>.qkv   a segment, named by the digest of all tokens up to its end
     <root>/v1/<namespace>/tmp/        files that are being written
     <root>/v1/<namespace>/busy/       what is being computed (see announcements.py)
@@ -33,6 +34,7 @@ from workers.checkpoints.segment_file import (
 
 VERSION_FOLDER = "v1"
 NAMESPACE_FILE = "ns.json"
+MODEL_FILE = "model.txt"
 BUSY_FOLDER = "busy"
 _LOCK_FILE = "evict.lock"
 NAMESPACE_NAME = r"[0-9a-f]{32}"

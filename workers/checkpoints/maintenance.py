@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from queue_service.errors import ConfigurationError
 from workers.checkpoints.folders import (
+    MODEL_FILE,
     NAMESPACE_FILE,
     NAMESPACE_NAME,
     SEGMENT_NAME,
@@ -37,6 +38,7 @@ from workers.checkpoints.segment_file import (
 
 _MEMBER = re.compile(rf"({NAMESPACE_NAME})/({SEGMENT_NAME}|{re.escape(NAMESPACE_FILE)})")
 _MAX_FACTS_BYTES = 1 << 24
+_MAX_NAME_BYTES = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,14 @@ class NamespaceStats:
     """One namespace of a store.
 
     Attributes:
+        model: what the model was called first; None where nobody said it, as after an import.
         facts: what it stands for; None where its file is gone or damaged.
         num_tokens: of all segments; prompts that begin alike share them.
         used_at: when one was last used or stored, in seconds since 1970; None: there is none.
     """
 
     namespace: str
+    model: str | None
     facts: Any
     num_segments: int
     num_tokens: int
@@ -130,6 +134,7 @@ def stats(root: Path) -> list[NamespaceStats]:
     return [
         NamespaceStats(
             namespace=folder.path.name,
+            model=_model(folder.path),
             facts=_facts(folder.path),
             num_segments=len(folder.index),
             num_tokens=sum(entry.num_tokens for entry in folder.index),
@@ -256,17 +261,24 @@ def import_(root: Path, archive: Path, *, budget_bytes: int) -> Imported:
         budget_bytes: what the store may take.
 
     Raises:
-        ConfigurationError: the archive cannot be read, or the store cannot be written.
+        ConfigurationError: the archive is none or cannot be read, or the store cannot be written.
     """
     importer = _Importer(root, budget_bytes)
     try:
-        importer.opened.versioned.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(archive) as tar:
+        with _opened(archive) as tar:
+            importer.opened.versioned.mkdir(parents=True, exist_ok=True)
             for member in tar:
                 importer.take(tar, member)
     except (OSError, tarfile.TarError, EOFError) as exc:
         raise ConfigurationError(f"{archive} cannot be imported: {exc}") from exc
     return importer.result()
+
+
+def _opened(archive: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(archive)
+    except (tarfile.TarError, EOFError) as exc:
+        raise ConfigurationError(f"{archive} is no archive of `qsvc cache export`") from exc
 
 
 class _Importer:
@@ -354,6 +366,15 @@ def _facts(folder: Path) -> Any:
         return json.loads((folder / NAMESPACE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def _model(folder: Path) -> str | None:
+    try:
+        with (folder / MODEL_FILE).open("rb") as file:
+            name = file.read(_MAX_NAME_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+    return name or None
 
 
 def _check_facts(path: Path, bad: list[Bad], namespace: str | None = None) -> bool:

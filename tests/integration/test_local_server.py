@@ -321,7 +321,11 @@ def test_the_script_starts_and_stops_and_says_where_nothing_runs(make_server: Ma
     def script(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         program = ROOT / "scripts" / "local_server"
         return subprocess.run(
-            [program, command, folder], capture_output=True, text=True, check=False, timeout=60
+            [sys.executable, program, command, folder],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
 
     started = script("start", server.folder)

@@ -14,6 +14,7 @@ from cli.options import redis_option, say, server
 from cli.progress import Progress
 from cli.status_command import is_job
 from cli.terminal import ending_with
+from queue_service import keys
 from queue_service.batches import Batches
 from queue_service.errors import ConfigurationError
 from queue_service.output import BatchOutput, CompletionOrder, InputOrder, OutputFile
@@ -46,7 +47,7 @@ def command(
     """Write the results of a batch; run again, go on where the file ends."""
     if is_job(batch_id) and batch_id.startswith("batch_"):
         raise click.UsageError(
-            f"results takes a batch's id, here {batch_id.rpartition('-')[0]}; "
+            f"results takes a batch's id, here {keys.line_of(batch_id)[0]}; "
             f"qsvc status and qsvc tail show one line of it, such as {batch_id}"
         )
     with contextlib.ExitStack() as stack:

@@ -74,7 +74,7 @@ class DeadLetter:
         origin, batch_id, line, attempts, ended_at = (v.decode() if v else "" for v in raw)
         error = result.error or {}
         if not origin:  # a line that was refused before it was queued
-            batch_id, _, line = job_id.rpartition("-")
+            batch_id, line = keys.line_of(job_id)
             origin = self._batches.get(batch_id).queue
         return DeadJob(
             job_id=job_id,

@@ -101,7 +101,7 @@ class ListedWorker:
     @property
     def is_ours(self) -> bool:
         """Whether it is one of qsvc's, whose lease is short."""
-        return any(map(_is_ours, self.queues))
+        return any(map(keys.is_ours, self.queues))
 
     def is_alive(self, now: float, lease_seconds: float) -> bool:
         """Whether its last heartbeat is no older than its lease."""
@@ -266,7 +266,7 @@ def check_queues(loads: Mapping[str, QueueLoad], alive: Iterable[ListedWorker]) 
         if load.num_abandoned:
             left = "was" if load.num_abandoned == 1 else "were"
             jobs += f" and {load.num_abandoned:,} {left} left by a worker that was lost"
-        if _is_ours(queue):
+        if keys.is_ours(queue):
             what = f"{jobs}, and no live worker serves it"
             found.append(Finding(Level.WARNING, what, f"start one: {_command_for(queue)}"))
         else:
@@ -409,11 +409,6 @@ def _read_loads(connection: Redis, now: float) -> dict[str, QueueLoad]:
 def _text(value: Any) -> str:
     raw: bytes = value or b""
     return raw.decode("utf-8", "replace")
-
-
-def _is_ours(queue: str) -> bool:
-    """Whether a queue is one of qsvc's, and none of an application's own."""
-    return queue.startswith(f"{keys.PREFIX}:")
 
 
 def _command_for(queue: str) -> str:

@@ -59,6 +59,11 @@ def alias_for(model: str) -> str:
 # RQ's own keys ------------------------------------------------------------------------------
 
 
+def is_ours(queue: str) -> bool:
+    """Whether a queue is one of qsvc's, and none of an application's own."""
+    return queue.startswith(f"{PREFIX}:")
+
+
 def rq_queue(queue: str) -> str:
     """List of job ids waiting in a queue."""
     return f"{RQ}:queue:{queue}"
@@ -221,6 +226,12 @@ def batch_id(*, digest: str, queue: str, key: str) -> str:
 def job_id(batch: str, line: int) -> str:
     """Return the id of the job that runs a batch's line."""
     return f"{job_id_prefix(batch)}{line}"
+
+
+def line_of(job_id: str) -> tuple[str, str]:
+    """Return the batch and the line that an id names; of no batch's job, something that is none."""
+    batch, _, line = job_id.rpartition("-")
+    return batch, line
 
 
 def job_id_prefix(batch: str) -> str:

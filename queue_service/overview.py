@@ -312,7 +312,7 @@ class Observer:
             for name, registered, card in zip(names, hashes, cards, strict=True)
             # Workers of other applications share the server; they have no card of ours.
             if card
-            or any(map(_is_ours, _queue_names(registered["queues"])))
+            or any(map(keys.is_ours, _queue_names(registered["queues"])))
             or not any(registered.values())
         ]
 
@@ -503,7 +503,7 @@ class _Queues:
             lists.setdefault(name, {keys.rq_queue(name)})
         for key in queue_keys:
             queue = keys.queue_of_list(key)
-            if _is_ours(queue) or queue in served:
+            if keys.is_ours(queue) or queue in served:
                 lists.setdefault(queue, {keys.rq_queue(queue)}).add(key)
         return cls({name: sorted(lists[name]) for name in sorted(lists)})
 
@@ -511,10 +511,6 @@ class _Queues:
         """Return those that hold something or are served."""
         views = [QueueView(name, *self.counts[name], name in served) for name in self.lists]
         return [view for view in views if view.is_served or not view.is_empty]
-
-
-def _is_ours(queue: str) -> bool:
-    return queue.startswith(f"{keys.PREFIX}:")
 
 
 def _is_open(status: bytes | None) -> bool:

@@ -90,7 +90,7 @@ def refusal_command(job_id: str) -> tuple[str, ...]:
 
     It gives the error of a batch's line that was refused before it became a job.
     """
-    batch_id, _, line = job_id.rpartition("-")
+    batch_id, line = keys.line_of(job_id)
     return ("HGET", keys.batch_errors(batch_id), line)
 
 
@@ -116,7 +116,7 @@ def job_not_found(job_id: str) -> JobNotFound:
 
 def _not_found_now(connection: Redis, job_id: str) -> JobNotFound:
     """Return why nobody knows a job: of a batch that is there, it may be none of the lines."""
-    batch_id, _, line = job_id.rpartition("-")
+    batch_id, line = keys.line_of(job_id)
     batches = Batches(connection)
     try:
         batch = batches.get(batch_id)

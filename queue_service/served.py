@@ -27,7 +27,7 @@ def why_unserved(connection: Redis, queue: str, model: str) -> str | None:
             if connection.exists(f"{keys.RQ}:suspended"):
                 return "all workers are suspended; `rq resume` lets them go on"
         return None
-    served = sorted(name for name in _served(connection) if name.startswith(f"{keys.PREFIX}:"))
+    served = sorted(filter(keys.is_ours, _served(connection)))
     others = f" (those that live serve {', '.join(served)})" if served else ""
     wanted = "…" if queue == keys.DEFAULT_QUEUE else model
     return f"no worker serves {queue} now{others}; start one: qsvc worker --model {wanted}"

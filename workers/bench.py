@@ -195,7 +195,8 @@ class Bench:
             retention=RetentionSettings.load(),
             cache_folder=folder,
             on_update=self._on_update,
-            on_note=self._note,
+            on_note=self._on_note,
+            keeps_log=False,
             checkpoints=checkpoints.model_copy(update={"folder": folder / "checkpoints"}),
             on_event=watch.see,
             child=self._child,
@@ -216,11 +217,6 @@ class Bench:
         if watch.gave_up:
             raise QsvcError(f"the worker died {watch.restarts} times{_last_words(folder)}")
         return None if summary.was_stopped else watch
-
-    def _note(self, text: str) -> None:
-        """Pass on what a run notes, unless it names a file, which goes with the run's folder."""
-        if str(self._folder) not in text:
-            self._on_note(text)
 
     def _look(self) -> Look | None:
         # Not in the terminal's group: Ctrl-C is for us to pass on.

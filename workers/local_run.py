@@ -157,6 +157,7 @@ class LocalRun:
         on_event: told what the worker child reports, with the times of each job that has ended, on
             a thread of its own; None where nobody wants them.
         child: the worker child's program.
+        keeps_log: the worker's log outlasts the run, so that people are told where it is.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class LocalRun:
         checkpoints: CheckpointSettings | None = None,
         on_event: Callable[[Mapping[str, Any]], None] | None = None,
         child: tuple[str, ...] = CHILD,
+        keeps_log: bool = True,
     ) -> None:
         self._options = options
         self._worker = worker.model_copy(update={"model": options.model})
@@ -183,6 +185,7 @@ class LocalRun:
         self._checkpoints = checkpoints
         self._on_event = on_event
         self._child = child
+        self._keeps_log = keeps_log
         self._stop_level = 0
         self._supervisor: Supervisor | None = None
         self._failure: Exception | None = None
@@ -414,7 +417,8 @@ class LocalRun:
                 self._failure = error
 
         with device_slot_lock(self._cache_folder, self._options.slot), _logged_to(log_path):
-            self._on_note(f"worker log: {log_path}")
+            if self._keeps_log:
+                self._on_note(f"worker log: {log_path}")
             thread = threading.Thread(target=supervise, name="supervisor")
             thread.start()
             try:

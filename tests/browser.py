@@ -1,9 +1,11 @@
-"""Chromium without a screen, for tests and pictures."""
+"""Chromium without a screen, and the dashboard to look at, for tests and pictures."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
+_DASHBOARD = "from cli.dashboard_command import command; command()"
+_END_SECONDS = 30
 # It asks for nothing outside: what a page loads from elsewhere would be missing.
 _FLAGS = (
     "--headless=new",
@@ -43,3 +47,19 @@ def open_browser(profile: Path) -> Iterator[webdriver.Chrome]:
         yield driver
     finally:
         driver.quit()
+
+
+@contextlib.contextmanager
+def running_dashboard(redis_url: str) -> Iterator[str]:
+    """Serve `qsvc dashboard` for the length of the block; gives its address."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _DASHBOARD, "--port", "0", "--redis", redis_url],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            process.communicate(timeout=_END_SECONDS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from queue_service import keys
 from queue_service.rqcompat import SafeJob
-from tests.browser import has_browser, open_browser
+from tests.browser import has_browser, open_browser, running_dashboard
 from tests.fakes import CONTEXT
 from tests.harness import enqueue_chat, eventually, running_worker, worker_settings
 
@@ -42,16 +40,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 @pytest.fixture
 def dashboard(redis_url: str) -> Iterator[str]:
     """The address of `qsvc dashboard` on the tests' server."""
-    code = "from cli.dashboard_command import command; command()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "--port", "0", "--redis", redis_url],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
-        process.communicate(timeout=SECONDS)
+    with running_dashboard(redis_url) as address:
+        yield address
 
 
 def shows(browser: webdriver.Chrome, text: str) -> None:
